@@ -1,0 +1,142 @@
+"""The reference to read first: visit the experts that were chosen, one after the other.
+
+Shazeer et al. 2017 (arXiv:1701.06538), eq. 1: y = sum over chosen experts of weight x expert(token).
+Copy alone: needs torch only.
+
+T tokens, D hidden size, I expert intermediate size, E experts, K choices per token, N assignments of one expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+
+def loop_experts(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, (T, D) in the dtype of ``x_TD``, added up in float32.
+
+    An expert that no token chose is never touched; its gradient is zeros.
+
+    Args:
+        x_TD: tokens.
+        ids_TK: experts of each token, distinct within a row. An id outside [0, E) contributes exactly 0, forward
+            and backward, whatever its token holds.
+        weights_TK: combine weights, kept in their own precision.
+        gate_up_proj: (E, 2I, D), rows of the gate above rows of the up projection; (E, I, D) when not gated.
+        down_proj: (E, D, I).
+        gate_up_proj_bias: (E, 2I) or, when not gated, (E, I).
+        down_proj_bias: (E, D).
+        activation: "silu", "gelu" or "relu".
+        gated: activation(gate) * up (SwiGLU with "silu"; Shazeer 2020, arXiv:2002.05202) or activation(up).
+
+    Raises:
+        KeyError: the activation is not known.
+    """
+    device = x_TD.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    # Indexing a stacked parameter costs a gradient of its full size for each expert; unbind costs one in all.
+    gate_up, down = gate_up_proj.to(dtype).unbind(), down_proj.to(dtype).unbind()
+    num_experts = len(gate_up)
+
+    out_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
+    # No token anywhere must still give every argument a gradient (zeros): sums of nothing keep them in the graph.
+    inputs = (x_TD, weights_TK, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
+    out_TD = out_TD + sum(t[:0].sum().to(wide) for t in inputs if t is not None)
+    with torch.autocast(device, enabled=False):
+        for expert in ids_TK.unique().tolist():
+            if not 0 <= expert < num_experts:
+                continue
+            tokens_N, slots_N = (ids_TK == expert).nonzero(as_tuple=True)
+            hidden = F.linear(x_TD[tokens_N].to(dtype), gate_up[expert])
+            if gate_up_proj_bias is not None:
+                hidden = hidden + gate_up_proj_bias[expert].to(dtype)
+            weight_N1 = weights_TK[tokens_N, slots_N, None]
+            hidden_NI = _activate(hidden, activation, gated) * weight_N1  # before down: float16 stays finite
+            y_ND = F.linear(hidden_NI.to(dtype), down[expert]).to(wide)
+            if down_proj_bias is not None:
+                y_ND = y_ND + weight_N1.to(wide) * down_proj_bias[expert].to(wide)
+            out_TD = out_TD.index_add(0, tokens_N, y_ND)
+    return out_TD.to(x_TD.dtype)
+
+
+class LoopExperts(nn.Module):
+    """The parameters of E feed-forward experts, computed by :func:`loop_experts`.
+
+    Args:
+        num_experts: number E of experts.
+        hidden_size: width D of a token.
+        intermediate_size: width I inside an expert.
+        activation: "silu", "gelu" or "relu".
+        gated: two projections up, one of them the gate; the parameter is ``gate_up_proj``, else ``up_proj``.
+        bias: add biases to both projections.
+
+    Raises:
+        ValueError: the activation is not known.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+    ):
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        self.num_experts, self.activation, self.gated = num_experts, activation, gated
+        name, width = ("gate_up_proj", 2 * intermediate_size) if gated else ("up_proj", intermediate_size)
+        self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width, hidden_size)))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        up_bias = nn.Parameter(torch.zeros(num_experts, width)) if bias else None
+        down_bias = nn.Parameter(torch.zeros(num_experts, hidden_size)) if bias else None
+        self.register_parameter(f"{name}_bias", up_bias)
+        self.register_parameter("down_proj_bias", down_bias)
+        nn.init.normal_(self.get_parameter(name), std=hidden_size**-0.5)
+        nn.init.normal_(self.down_proj, std=intermediate_size**-0.5)
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """(T, D) in the dtype of ``x_TD``; ids outside [0, E) contribute exactly 0."""
+        name = "gate_up_proj" if self.gated else "up_proj"
+        return loop_experts(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            getattr(self, name),
+            self.down_proj,
+            gate_up_proj_bias=getattr(self, f"{name}_bias"),
+            down_proj_bias=self.down_proj_bias,
+            activation=self.activation,
+            gated=self.gated,
+        )
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        shape = f"{num_experts}, {hidden_size}, {intermediate_size}"
+        return f"{shape}, activation={self.activation!r}, gated={self.gated}"
+
+
+def _activate(hidden: Tensor, activation: str, gated: bool) -> Tensor:
+    """(N, 2I), or (N, I) when not gated, to (N, I) in float32 or wider."""
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    if not gated:
+        return ACTIVATIONS[activation](hidden)
+    gate_NI, up_NI = hidden.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate_NI) * up_NI
