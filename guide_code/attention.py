@@ -44,9 +44,7 @@ class GroupedQueryAttention(nn.Module):
         ValueError: the heads do not divide.
     """
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, *, bias: bool = False
-    ):
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, *, bias: bool = False):
         super().__init__()
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
@@ -76,7 +74,7 @@ class GroupedQueryAttention(nn.Module):
         v_BUMA = self._heads(self.v_proj(x_BSD), self.num_kv_heads)
         q_BHSA, k_BUMA = apply_rotary(q_BHSA, *rotary), apply_rotary(k_BUSA, *rotary)
         if cache is not None:
-            k_BUMA, v_BUMA = cache.append(k_BUMA, v_BUMA)
+            k_BUMA, v_BUMA = (t.to(q_BHSA.dtype) for t in cache.append(k_BUMA, v_BUMA))
         out_BHSA = F.scaled_dot_product_attention(
             q_BHSA,
             k_BUMA,

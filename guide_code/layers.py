@@ -62,8 +62,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
         if not self.gated:
-            return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            return self.down_proj(ACTIVATIONS[self.activation](self.get_submodule("up_proj")(x)))
+        gate, up = self.get_submodule("gate_up_proj")(x).chunk(2, dim=-1)
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 

@@ -51,9 +51,7 @@ class MoE(nn.Module):
         self.capacity = capacity
         self.balancer = balancer
 
-    def forward(
-        self, x_BSD: Tensor, mask_BS: Tensor | None = None, tokens_BS: Tensor | None = None
-    ) -> MoEOutput:
+    def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None, tokens_BS: Tensor | None = None) -> MoEOutput:
         """Route every token, compute its experts, add them up.
 
         Args:
@@ -89,9 +87,7 @@ class DenseFeedForward(nn.Module):
         super().__init__()
         self.feed_forward = feed_forward
 
-    def forward(
-        self, x_BSD: Tensor, mask_BS: Tensor | None = None, tokens_BS: Tensor | None = None
-    ) -> MoEOutput:
+    def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None, tokens_BS: Tensor | None = None) -> MoEOutput:
         """As :meth:`MoE.forward`, with nothing to route."""
         if mask_BS is None:
             return MoEOutput(self.feed_forward(x_BSD).to(x_BSD.dtype), None, None)

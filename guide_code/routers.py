@@ -166,9 +166,7 @@ class TopKRouter(nn.Module):
             logits_TE = F.linear(x_TD, self.weight.to(wide), bias)
             rejected_T = ~finite_T if mask_T is None else ~finite_T & mask_T.bool()
             logits_TE = torch.where(rejected_T[:, None], torch.nan, logits_TE)
-        return top_k_routing(
-            logits_TE, self.top_k, expert_bias_E=self.expert_bias, mask_T=mask_T, **self.options
-        )
+        return top_k_routing(logits_TE, self.top_k, expert_bias_E=self.expert_bias, mask_T=mask_T, **self.options)
 
     def _apply(self, fn, recurse=True):
         kept = self.expert_bias

@@ -137,7 +137,8 @@ class Transformer(nn.Module):
         """
         if max_length > self.max_length:
             raise ValueError(f"a cache of max_length={max_length} exceeds the model's {self.max_length}")
-        layers = [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+        attentions: list[Any] = [block.attention for block in self.blocks]
+        layers = [attention.make_cache(batch_size, max_length) for attention in attentions]
         return Cache(layers, batch_size, max_length, next(self.parameters()).device)
 
     @torch.inference_mode()
@@ -180,9 +181,7 @@ class Transformer(nn.Module):
                 "new tokens only (the cache knows the past) and is not additive"
             )
         if cache is not None and len(cache.valid_BM) != batch_size:
-            raise ValueError(
-                f"the cache holds {len(cache.valid_BM)} sequences but tokens_BS has {batch_size}"
-            )
+            raise ValueError(f"the cache holds {len(cache.valid_BM)} sequences but tokens_BS has {batch_size}")
 
 
 def _visible(valid_BM: Tensor, new: int) -> Tensor:

@@ -103,6 +103,8 @@ class GroupedExperts(nn.Module):
         ValueError: the activation is not known.
     """
 
+    down_proj_bias: nn.Parameter | None
+
     def __init__(
         self,
         num_experts: int,
