@@ -100,7 +100,7 @@ class Balancer(nn.Module):
         The counts of the finished step stay readable as ``last_counts`` (E,).
         """
         if self.expert_bias_rate:
-            update_expert_bias_(router.expert_bias, self.counts, self.expert_bias_rate)
+            update_expert_bias_(router.get_buffer("expert_bias"), self.counts, self.expert_bias_rate)
         self.last_counts = self.counts.clone()
         self.reset()
 
