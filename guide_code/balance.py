@@ -52,7 +52,7 @@ def load_balancing_loss(
     Raises:
         ValueError: the convention is not known.
     """
-    _check_convention(convention)
+    check_convention(convention)
     num_experts, top_k = scores_TE.shape[1], ids_TK.shape[1]
     scores_TE, valid_T = _valid_scores(scores_TE, mask_T)
     if counts_E is None:
@@ -77,7 +77,7 @@ def model_load_balancing_loss(
     Returns:
         The loss; exactly 0 when no layer is sparse.
     """
-    _check_convention(convention)
+    check_convention(convention)
     sparse = [routing for routing in routings if routing is not None]
     if not sparse:
         return torch.zeros(())
@@ -130,6 +130,7 @@ def _valid_scores(scores_TE: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Ten
     return torch.where(valid_T[:, None], shares_TE, 0.0), valid_T
 
 
-def _check_convention(convention: str) -> None:
+def check_convention(convention: str) -> None:
+    """Raise a ValueError unless the convention is one of :data:`CONVENTIONS`."""
     if convention not in CONVENTIONS:
         raise ValueError(f"convention must be one of {CONVENTIONS}, got {convention!r}")

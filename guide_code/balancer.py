@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .balance import expert_counts, load_balancing_loss, update_expert_bias_, z_loss
+from .balance import check_convention, expert_counts, load_balancing_loss, update_expert_bias_, z_loss
 
 
 class Balancer(nn.Module):
@@ -60,7 +60,7 @@ class Balancer(nn.Module):
                 raise ValueError(f"coefs[{name!r}] must be at least 0, got {coef}")
         if expert_bias_rate < 0:
             raise ValueError(f"expert_bias_rate must be at least 0, got {expert_bias_rate}")
-        load_balancing_loss(torch.ones(0, 2), torch.zeros(0, 1, dtype=torch.int64), convention=convention)
+        check_convention(convention)
         self.num_experts, self.coefs, self.convention = num_experts, dict(coefs), convention
         self.expert_bias_rate, self.scale = expert_bias_rate, 1.0
         self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)

@@ -71,7 +71,7 @@ def top_k_routing(
         ValueError: an argument is out of range; the message names it and its value.
     """
     num_experts = _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, mask_T)
-    with torch.autocast(logits_TE.device.type, enabled=False):
+    with _autocast_off(logits_TE):
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         finite_T = _score(logits_TE.detach(), score_fn).isfinite().all(dim=-1)
         # Clean before the softmax: behind a NaN score, a zero gradient times NaN is NaN.
@@ -145,7 +145,7 @@ class TopKRouter(nn.Module):
             "top_k_groups": top_k_groups,
             "group_score": group_score,
         }
-        top_k_routing(torch.zeros(0, num_experts), top_k, **self.options)  # refuses bad options now
+        top_k_routing(torch.zeros(0, num_experts, device="cpu"), top_k, **self.options)  # refuses bad options now
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         self.register_buffer("expert_bias", torch.zeros(num_experts) if use_expert_bias else None)
@@ -153,7 +153,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, tokens_T: Tensor | None = None) -> Routing:
         """Route tokens ``x_TD``; ``tokens_T`` (token ids) is for routers that hash them and is ignored here."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with _autocast_off(x_TD):
             # Rows that must not count are zeroed before the product: 0 x NaN would reach the weight's gradient.
             finite_T = x_TD.isfinite().all(dim=-1)
             usable_T = finite_T if mask_T is None else finite_T & mask_T.bool()
@@ -180,6 +180,10 @@ class TopKRouter(nn.Module):
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.weight.shape[1]}, {self.num_experts}, {self.top_k}, {options}"
+
+
+def _autocast_off(x: Tensor) -> torch.autocast:
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # autocast knows no meta device
 
 
 def _score(logits_TE: Tensor, score_fn: str) -> Tensor:

@@ -45,7 +45,7 @@ def grouped_experts(
     Raises:
         KeyError: the activation is not known.
     """
-    device = x_TD.device.type
+    device = "cpu" if x_TD.is_meta else x_TD.device.type  # autocast knows no meta device
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
     num_experts = gate_up_proj.shape[0]
