@@ -1,0 +1,138 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from guide_code.build import available_backends, build_model, build_moe, parameter_counts
+from guide_code.config import BACKENDS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
+from guide_code.moe import DenseFeedForward, MoE
+from guide_code.presets import PRESETS, preset, small, tiny
+
+MOE = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 8, "top_k": 2}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_build_and_survive_json(name):
+    config = preset(name)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    with torch.device("meta"):
+        model = build_model(config)
+    total, active = parameter_counts(model)
+    assert active < total and all(p.is_meta for p in model.parameters())
+
+
+def test_parameter_counts_by_hand():
+    """tiny: embedding 1024 x 128 (tied), 4 layers, final norm."""
+    attention = 128 * 128 + 2 * 128 * 64 + 128 * 128
+    expert, router, norms = 3 * 128 * 128, 8 * 128, 2 * 128
+    rest = 1024 * 128 + 128 + 4 * (attention + router + norms)
+    assert parameter_counts(build_model(tiny())) == (rest + 4 * 8 * expert, rest + 4 * 2 * expert)
+
+
+def test_dense_twin_has_the_same_active_parameters_but_for_routers():
+    moe, dense = build_model(tiny()), build_model(dense_twin(tiny()))
+    routers = sum(block.ffn.router.weight.numel() for block in moe.blocks)
+    assert parameter_counts(dense)[0] == parameter_counts(dense)[1] == parameter_counts(moe)[1] - routers
+    assert dense_twin(dense_twin(tiny())) == dense_twin(tiny())
+    with pytest.raises(ValueError, match="first_k_dense=1"):
+        dense_twin(small())
+
+
+def test_build_moe_follows_the_config():
+    config = MoEConfig(**MOE, capacity_factor=1.0, num_shared_experts=2, router_bias=True, expert_bias_rate=0.001)
+    moe = build_moe(config)
+    assert isinstance(moe, MoE) and moe.shared.down_proj.weight.shape == (16, 16)
+    assert moe.router.bias is not None and moe.router.expert_bias is not None
+    out = moe(torch.randn(4, 8, 16))
+    assert (out.kept.ids < 8).sum() < out.routing.ids.numel() and torch.equal(out.routing.ids < 8, out.routing.ids >= 0)
+    assert isinstance(build_moe(dataclasses.replace(config, num_experts=1, top_k=1)), DenseFeedForward)
+    assert build_moe(MoEConfig(**MOE)).capacity is None
+
+
+def test_every_backend_is_reported_and_gives_the_same():
+    assert available_backends("cpu") == dict.fromkeys(BACKENDS, "")
+    outs = []
+    for backend in ("auto", *BACKENDS):
+        torch.manual_seed(1)
+        moe = build_moe(MoEConfig(**MOE, backend=backend))
+        outs.append(moe(torch.linspace(-1, 1, 96).view(2, 3, 16)).out)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"top_k": 9}, "top_k=9 exceeds num_experts=8"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"num_groups": 3}, "num_groups=3 must divide num_experts=8"),
+        ({"num_groups": 4, "top_k_groups": 5}, r"top_k_groups=5 must be in \[1, num_groups=4\]"),
+        ({"num_groups": 8, "top_k_groups": 1}, "top_k=2 experts cannot come from top_k_groups=1"),
+        ({"score_fn": "sigmod"}, "score_fn='sigmod' must be one of .*did you mean sigmoid"),
+        ({"backend": "triton"}, "backend='triton' must be one of auto"),
+        ({"activation": "swish"}, "activation='swish' must be one of"),
+        ({"load_balancing_convention": "megatorn"}, "did you mean megatron"),
+        ({"router_jitter": 1.5}, "router_jitter=1.5"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),
+        ({"z_loss_coef": -1.0}, "z_loss_coef=-1.0 must be at least 0"),
+    ],
+)
+def test_bad_moe_fields_are_named_with_their_values(fields, words):
+    with pytest.raises(ValueError, match=words):
+        MoEConfig(**{**MOE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"head_size": 7}, "head_size=7 must be even"),
+        ({"first_k_dense": 5}, r"first_k_dense=5 must be in \[0, num_layers=4\]"),
+        ({"hidden_size": 64}, "hidden_size=64 differs from moe.hidden_size=128"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+    ],
+)
+def test_bad_model_fields_are_named_with_their_values(fields, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny(), **fields)
+
+
+def test_override_reaches_both_levels_and_reads_strings():
+    config = override(tiny(), {"hidden_size": "64", "top_k": 4, "capacity_factor": "1.25", "tie_embeddings": "false"})
+    assert config.hidden_size == config.moe.hidden_size == 64
+    assert config.moe.top_k == 4 and config.moe.capacity_factor == 1.25 and config.tie_embeddings is False
+    assert override(config, {"capacity_factor": "none"}).moe.capacity_factor is None
+    for changes, words in (
+        ({"topk": 4}, "no config field is called 'topk'; did you mean top_k"),
+        ({"top_k": "two"}, "top_k='two' is not a valid int"),
+        ({"capacity_factor": "x"}, "is not a valid float or none"),
+        ({"zzz": 1}, "valid names: activation"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            override(tiny(), changes)
+    with pytest.raises(ValueError, match="top_k is a field of the MoE layer, but this config is dense"):
+        override(dense_twin(tiny()), {"top_k": 1})
+
+
+def test_unknown_and_missing_names_are_refused():
+    with pytest.raises(ValueError, match="no preset is called 'tinny'; did you mean tiny"):
+        preset("tinny")
+    values = to_dict(tiny())
+    with pytest.raises(ValueError, match="ModelConfig has no field 'num_layer'; did you mean num_layers"):
+        from_dict({**values, "num_layer": 3})
+    values["moe"].pop("top_k")
+    with pytest.raises(ValueError, match="MoEConfig lacks top_k"):
+        from_dict(values)
+
+
+def test_init_gives_every_kind_of_weight_its_value():
+    model = build_model(
+        ModelConfig(**{**to_dict(tiny()), "moe": MoEConfig(**{**to_dict(tiny())["moe"], "router_bias": True})})
+    )
+    block = model.blocks[0]
+    assert (block.ffn_norm.weight == 1).all() and (block.ffn.router.bias == 0).all()
+    assert block.ffn.router.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert block.ffn.experts.gate_up_proj.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.ffn.experts.down_proj.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert block.attention.o_proj.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
