@@ -1,7 +1,8 @@
 """The balancer of one MoE layer: adds the gradients of the balancing losses, keeps statistics, moves the bias.
 
 The losses need no way out of the model: their gradients join the backward pass where the layer's output is made,
-as Megatron-LM's auxiliary-loss scaler does, so a pipeline stage passes hidden states and nothing else.
+as Megatron-LM's auxiliary-loss scaler does, so a pipeline stage passes hidden states and nothing else. Bias update:
+Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
 Copy with balance.py into one package: needs torch only.
 
 T tokens, D hidden size, E experts, K choices per token.

@@ -157,15 +157,13 @@ class TopKRouter(nn.Module):
             # Rows that must not count are zeroed before the product: 0 x NaN would reach the weight's gradient.
             finite_T = x_TD.isfinite().all(dim=-1)
             usable_T = finite_T if mask_T is None else finite_T & mask_T.bool()
-            x_TD = torch.where(usable_T[:, None], x_TD, 0.0)
             wide = torch.promote_types(x_TD.dtype, torch.float32)
-            x_TD = x_TD.to(wide)
+            x_TD = torch.where(usable_T[:, None], x_TD, 0.0).to(wide)
             if self.training and self.jitter:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
             bias = None if self.bias is None else self.bias.to(wide)
             logits_TE = F.linear(x_TD, self.weight.to(wide), bias)
-            rejected_T = ~finite_T if mask_T is None else ~finite_T & mask_T.bool()
-            logits_TE = torch.where(rejected_T[:, None], torch.nan, logits_TE)
+            logits_TE = torch.where(finite_T[:, None], logits_TE, torch.nan)
         return top_k_routing(logits_TE, self.top_k, expert_bias_E=self.expert_bias, mask_T=mask_T, **self.options)
 
     def _apply(self, fn, recurse=True):

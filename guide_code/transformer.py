@@ -159,11 +159,11 @@ class Transformer(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            tokens_BS, result = prompt_BS, [prompt_BS]
+            tokens, mask, result = prompt_BS, mask_BS, [prompt_BS]
             for _ in range(max_new_tokens):
-                logits_BSV = self(tokens_BS, mask_BS=mask_BS, cache=cache).logits
-                tokens_BS, mask_BS = logits_BSV[:, -1:].argmax(dim=-1), None
-                result.append(tokens_BS)
+                last_B1V = self(tokens, mask_BS=mask, cache=cache).logits[:, -1:]
+                tokens, mask = last_B1V.argmax(dim=-1), None
+                result.append(tokens)
         finally:
             self.train(was_training)
         return torch.cat(result, dim=1)

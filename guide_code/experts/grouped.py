@@ -46,17 +46,15 @@ def grouped_experts(
         KeyError: the activation is not known.
     """
     device = "cpu" if x_TD.is_meta else x_TD.device.type  # autocast knows no meta device
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else gate_up_proj.dtype
     num_experts = gate_up_proj.shape[0]
     with torch.autocast(device, enabled=False):
         valid_TK = (ids_TK >= 0) & (ids_TK < num_experts)
         expert_N, order_N = torch.where(valid_TK, ids_TK, num_experts).flatten().sort(stable=True)
-        slot_TK = torch.empty_like(order_N)
-        slot_TK[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-        slot_TK = slot_TK.view_as(ids_TK)  # where each assignment went: the inverse of the sort
-        experts = torch.arange(num_experts, device=expert_N.device)
-        ends_E = torch.searchsorted(expert_N, experts, right=True).to(torch.int32)
+        places_N = torch.arange(len(order_N), device=order_N.device)
+        slot_TK = torch.empty_like(order_N).scatter_(0, order_N, places_N).view_as(ids_TK)  # the inverse of the sort
+        experts_E = torch.arange(num_experts, device=order_N.device)
+        ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
         # Rows past the last end belong to no expert. A grouped matmul leaves them unwritten, so whatever they hold
         # is cut off where rows become tokens again, and their weight is a 0 that takes no gradient.

@@ -45,8 +45,7 @@ def loop_experts(
         KeyError: the activation is not known.
     """
     device = "cpu" if x_TD.is_meta else x_TD.device.type  # autocast knows no meta device
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else gate_up_proj.dtype
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     # Indexing a stacked parameter costs a gradient of its full size for each expert; unbind costs one in all.
     gate_up, down = gate_up_proj.to(dtype).unbind(), down_proj.to(dtype).unbind()
