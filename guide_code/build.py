@@ -77,13 +77,16 @@ def build_model(config: ModelConfig) -> Transformer:
     rotary = RotaryEmbedding(config.head_size, config.rope_theta)
     norm = RMSNorm(config.hidden_size, config.norm_eps)
     model = Transformer(embedding, blocks, norm, head, rotary, config.max_length)
-    init_weights_(model)
+    init_weights_(model, std=config.hidden_size**-0.5)
     return model
 
 
 @torch.no_grad()
-def init_weights_(model: nn.Module, std: float = 0.02) -> None:
+def init_weights_(model: nn.Module, std: float) -> None:
     """Set every weight of a model at random, in place.
+
+    ``build_model`` takes ``std`` = 1 / sqrt(hidden_size): 0.022 at 2048, the 0.02 of most published models, and
+    0.088 at 128, where 0.02 learns visibly slower.
 
     | parameter                           | value                                   |
     | ----------------------------------- | --------------------------------------- |

@@ -6,12 +6,16 @@ from guide_code.config import ModelConfig, MoEConfig, nearest
 
 
 def tiny() -> ModelConfig:
-    """8 experts, 2 per token: trains on two CPU cores in about a minute."""
+    """16 narrow experts, 2 per token: 400 steps take half a minute on two CPU cores.
+
+    The feed-forward layers are narrow on purpose. A model this small is limited by what they can hold, so the effect
+    of more experts shows within 400,000 tokens.
+    """
     return ModelConfig(
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=256,
-        num_layers=4,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_size=32,
@@ -19,8 +23,8 @@ def tiny() -> ModelConfig:
         tie_embeddings=True,
         moe=MoEConfig(
             hidden_size=128,
-            moe_intermediate_size=128,
-            num_experts=8,
+            moe_intermediate_size=32,
+            num_experts=16,
             top_k=2,
             load_balancing_coef=0.01,
             z_loss_coef=0.001,

@@ -1,0 +1,34 @@
+"""The command ``moe-guide``: entry points by name, each imported only when it is called."""
+
+import importlib
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Understand, run and copy Mixture-of-Experts Transformers.",
+)
+_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def train(context: typer.Context) -> None:
+    """Train a model on text and keep metrics and checkpoints in a folder."""
+    _call(context)
+
+
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def generate(context: typer.Context) -> None:
+    """Continue a prompt with a trained model, streaming to the terminal."""
+    _call(context)
+
+
+def _call(context: typer.Context) -> None:
+    """Hand the arguments to the entry point, whose own options and help apply."""
+    entry = importlib.import_module(f"guide_code.{context.info_name}")
+    entry.app(args=context.args, prog_name=f"moe-guide {context.info_name}")
+
+
+if __name__ == "__main__":
+    app()
