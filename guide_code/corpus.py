@@ -13,16 +13,18 @@ import json
 import keyword
 import os
 import shutil
+import sys
 import sysconfig
 import tempfile
 import tokenize
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 CLASSES = ("other", "keyword", "name", "number", "string", "operator", "comment", "indentation", "space")
@@ -31,8 +33,10 @@ CLASSES = ("other", "keyword", "name", "number", "string", "operator", "comment"
 END_OF_TEXT = "<|endoftext|>"
 """Token 0, between files."""
 
-_FORMAT = "1"  # change it when the files in the cache change their meaning
-_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+_FORMAT = "2"  # change it when the files in the cache change their meaning
+# Generated tables: a tenth of the library that is nobody's prose.
+_TABLES = {"encodings", "pydoc_data"}
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", *_TABLES}
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ class Split:
         Args:
             batch_size: windows per batch; the last batch may be smaller.
             length: predicted tokens per window; a shorter rest at the end is left out.
-            limit: stop after this many batches.
+            limit: at most this many batches, their windows spread evenly over the split; None for all of it.
         """
         starts = torch.arange(0, self._room(length), length)
-        for starts_B in starts.split(batch_size)[:limit]:
+        if limit is not None and limit * batch_size < len(starts):
+            starts = starts[torch.arange(limit * batch_size) * len(starts) // (limit * batch_size)]
+        for starts_B in starts.split(batch_size):
             yield self._windows(starts_B[:, None] + torch.arange(length + 1))
 
     def _room(self, length: int) -> int:
@@ -90,7 +96,7 @@ class Corpus:
     files: int
     """Files that were read."""
     skipped: dict[str, int]
-    """Files that were not, by reason: "empty", "binary", "unreadable"."""
+    """Files that were not, by reason: "empty", "binary" (or not UTF-8), "unreadable"; "beyond max_bytes" if given."""
 
     @property
     def vocab_size(self) -> int:
@@ -117,15 +123,16 @@ def load_corpus(
 ) -> Corpus:
     """Read, split and tokenize a text, or take the result from the cache.
 
-    Whole files go to one split, decided by a hash of their path: the same on every machine. A single file is cut
-    near its end instead.
+    Whole files go to one split: in the order of a hash of their path, the same on every machine, files that fit into
+    the validation share of the characters are taken for it. A single file is cut near its end instead.
 
     Args:
         path: a folder or file of text in UTF-8; the running Python's standard library when None (its tests aside).
         tokenizer: "bpe", or "bytes" for one token per byte (257 ids, whatever ``vocab_size`` says).
         vocab_size: number of ids of the BPE, at least 257.
-        validation_fraction: share of the files for validation, in (0, 1).
-        max_bytes: stop taking files, in the order of their hash, at about this size.
+        validation_fraction: share of the characters for validation, in (0, 1).
+        max_bytes: take files, in an order decided by a hash of their path, as long as they fit into this size; None
+            takes all.
         cache_dir: where to keep results; ``moe-guide/corpus`` in the user's cache folder when None.
 
     Raises:
@@ -137,10 +144,13 @@ def load_corpus(
         raise ValueError(f"validation_fraction must be in (0, 1), got {validation_fraction}")
     if tokenizer == "bpe" and vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}")
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, or None for all, got {max_bytes}")
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
     texts, skipped = read_texts(root, max_bytes)
     size = 257 if tokenizer == "bytes" else vocab_size
-    key = hashlib.sha256(json.dumps([_FORMAT, CLASSES, size, validation_fraction]).encode())
+    versions = [*sys.version_info[:2], tokenizers.__version__]  # newer Pythons see tokens inside f-strings
+    key = hashlib.sha256(json.dumps([_FORMAT, CLASSES, versions, size, validation_fraction]).encode())
     for name, text in texts.items():
         key.update(f"{name}\0{len(text)}\0".encode())
         key.update(text.encode())
@@ -155,40 +165,57 @@ def load_corpus(
 def read_texts(root: Path, max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, int]]:
     """Text by relative path, in the order of a hash of the path; and how many files were skipped, by reason.
 
+    Hidden files and folders are left out, links to folders are not followed.
+
     Raises:
         ValueError: the path does not exist, or holds no text.
     """
     if not root.exists():
         raise ValueError(f"the corpus path {root} does not exist")
-    library = root == Path(sysconfig.get_path("stdlib"))
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*.py" if library else "*") if p.is_file())
-    names = {path: (path.name if root.is_file() else path.relative_to(root).as_posix()) for path in files}
-    folders = {path: set(name.split("/")[:-1]) for path, name in names.items()}
-    if library:
-        files = [path for path in files if not folders[path] & _SKIPPED_FOLDERS]
-    files = [path for path in files if not any(part.startswith(".") for part in names[path].split("/"))]
-    texts, skipped, total = {}, {"empty": 0, "binary": 0, "unreadable": 0}, 0
-    for path in sorted(files, key=lambda path: _hash(names[path])):
-        if max_bytes is not None and total >= max_bytes:
-            break
+    skipped = {"empty": 0, "binary": 0, "unreadable": 0} | ({} if max_bytes is None else {"beyond max_bytes": 0})
+    files = _find(root, skipped)
+    texts, total = {}, 0
+    for name in sorted(files, key=_hash):
+        reason, text, size = "", "", 0
         try:
-            data = path.read_bytes()
-            text = data.decode("utf-8")
-        except OSError:
-            skipped["unreadable"] += 1
-        except UnicodeDecodeError:
-            skipped["binary"] += 1
-        else:
-            reason = "binary" if "\0" in text else "" if text.strip() else "empty"
-            if reason:
-                skipped[reason] += 1
+            size = files[name].stat().st_size
+            if max_bytes is not None and total + size > max_bytes:
+                reason = "beyond max_bytes"
             else:
-                texts[names[path]] = text
-                total += len(data)
+                text = files[name].read_bytes().decode("utf-8-sig")
+                reason = "binary" if "\0" in text else "" if text.strip() else "empty"
+        except OSError:
+            reason = "unreadable"
+        except UnicodeDecodeError:
+            reason = "binary"
+        if reason:
+            skipped[reason] += 1
+        else:
+            texts[name] = text
+            total += size
     if not texts:
         counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         raise ValueError(f"no text in {root}: {len(files)} files found, skipped {counts}")
     return texts, skipped
+
+
+def _find(root: Path, skipped: dict[str, int]) -> dict[str, Path]:
+    """Candidates by relative path; folders that cannot be listed are counted as unreadable."""
+    if not root.is_dir():
+        return {root.name: root}
+    library = root == Path(sysconfig.get_path("stdlib"))
+    found = {}
+
+    def refuse(error: OSError) -> None:
+        skipped["unreadable"] += 1
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [f for f in folders if not f.startswith(".") and not (library and f in _SKIPPED_FOLDERS)]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and (not library or name.endswith(".py")):
+                found[path.relative_to(root).as_posix()] = path
+    return found
 
 
 def classify(text: str) -> bytearray:
@@ -233,8 +260,7 @@ def _build(folder: Path, texts: dict[str, str], vocab_size: int, validation_frac
         tokenizer.save(str(work / "tokenizer.json"))
         for name, members in parts.items():
             with open(work / f"{name}.tokens", "wb") as tokens, open(work / f"{name}.classes", "wb") as classes:
-                for file, text in members.items():
-                    encoding = tokenizer.encode(text)
+                for file, text, encoding in _encode(tokenizer, members):
                     python = classify(text) if file.endswith(".py") else bytearray(len(text))
                     # The class of a token is that of its last character: " def" is a keyword, not a space.
                     kinds = bytes([python[end - 1] for _, end in encoding.offsets])
@@ -253,21 +279,34 @@ def _build(folder: Path, texts: dict[str, str], vocab_size: int, validation_frac
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _encode(tokenizer: Tokenizer, texts: dict[str, str]) -> Iterator[tuple[str, str, Encoding]]:
+    """Name, text and encoding; batches use every core, and small ones keep little in memory."""
+    items = list(texts.items())
+    for first in range(0, len(items), 64):
+        batch = items[first : first + 64]
+        encodings = tokenizer.encode_batch([text for _, text in batch])
+        yield from ((name, text, encoding) for (name, text), encoding in zip(batch, encodings, strict=True))
+
+
 def _split(texts: dict[str, str], fraction: float) -> dict[str, dict[str, str]]:
     if len(texts) == 1:
         [(name, text)] = texts.items()
         cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1 or int(len(text) * (1 - fraction))
         return {"train": {name: text[:cut]}, "validation": {name: text[cut:]}}
-    validation = {name for name in texts if int(_hash(name), 16) / 16**64 < fraction}
-    if len(validation) in (0, len(texts)):
-        validation = {min(texts, key=_hash)}
+    room = fraction * sum(map(len, texts.values()))
+    validation = set()
+    for name in sorted(texts, key=_hash):
+        if len(texts[name]) <= room:
+            validation.add(name)
+            room -= len(texts[name])
+    validation = validation or {min(texts, key=lambda name: len(texts[name]))}  # each file alone is more than its share
     return {
         "train": {name: text for name, text in texts.items() if name not in validation},
         "validation": {name: text for name, text in texts.items() if name in validation},
     }
 
 
-def _train_tokenizer(texts, vocab_size: int) -> Tokenizer:
+def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -69,6 +69,13 @@ def test_text_survives_the_round_trip_and_classes_stay_aligned(folder, tmp_path,
     assert [CLASSES[kind] for kind in kinds] == ["space", *["keyword"] * inside]
 
 
+def test_a_token_that_begins_with_a_space_has_the_class_of_its_word(tmp_path):
+    (tmp_path / "a.py").write_text("x = None\n" * 99)
+    split = (corpus := load(tmp_path / "a.py", tmp_path)).train
+    kinds = {corpus.decode(token[None]): CLASSES[kind] for token, kind in zip(split.tokens, split.classes, strict=True)}
+    assert kinds == {"x": "name", " =": "operator", " None": "keyword", "\n": "space", "<|endoftext|>": "other"}
+
+
 def test_the_split_is_by_file_and_the_same_everywhere(folder, tmp_path):
     corpus = load(folder, tmp_path, validation_fraction=0.3)
     parts = [corpus.decode(split.tokens) for split in (corpus.train, corpus.validation)]
@@ -77,6 +84,38 @@ def test_the_split_is_by_file_and_the_same_everywhere(folder, tmp_path):
     again = load_corpus(folder, cache_dir=tmp_path / "other", vocab_size=300, validation_fraction=0.3)
     assert torch.equal(again.train.tokens, corpus.train.tokens)
     assert again.tokenizer.to_str() == corpus.tokenizer.to_str()
+
+
+@pytest.mark.parametrize("max_bytes", [None, 9000, 20_000])
+def test_the_validation_share_holds_whatever_is_taken(tmp_path, max_bytes):
+    (tmp_path / "text").mkdir()
+    for number in range(100):
+        (tmp_path / f"text/{number}.txt").write_text(f"{number} " + "words " * (10 + 3 * number % 100))
+    corpus = load(tmp_path / "text", tmp_path, tokenizer="bytes", validation_fraction=0.2, max_bytes=max_bytes)
+    sizes = [len(corpus.train.tokens), len(corpus.validation.tokens)]
+    assert sizes[1] / sum(sizes) == pytest.approx(0.2, abs=0.05)
+    if max_bytes is not None:
+        assert 0.9 * max_bytes < sum(sizes) - corpus.files <= max_bytes
+        assert corpus.skipped["beyond max_bytes"] == 100 - corpus.files
+
+
+def test_one_big_file_does_not_become_the_validation_split(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / f"text/small{number}.txt").write_text("a few words\n" * 5)
+    first = min((f"big{number}.txt" for number in range(99)), key=corpus_module._hash)
+    (tmp_path / "text" / first).write_text("generated table\n" * 100)
+    corpus = load(tmp_path / "text", tmp_path, tokenizer="bytes")
+    assert "generated" not in corpus.decode(corpus.validation.tokens)
+
+
+def test_limited_windows_are_spread_over_the_split(folder, tmp_path):
+    split = load(folder, tmp_path, tokenizer="bytes").train
+    starts = [row[0] for batch, _ in split.windows(2, 8) for row in batch.tolist()]
+    few = [row.tolist() for batch, _ in split.windows(2, 8, limit=3) for row in batch]
+    places = range(0, len(split.tokens) - 8, 8)
+    assert few == [split.tokens[places[i * len(starts) // 6] :][:9].tolist() for i in range(6)]
+    assert len(places) == len(starts) and 6 * 8 < len(split.tokens) // 2
 
 
 def test_batches_are_windows_and_depend_on_the_generator_only(folder, tmp_path):
@@ -98,6 +137,9 @@ def test_a_warm_load_builds_nothing_and_a_changed_file_is_seen(folder, tmp_path,
     first = load(folder, tmp_path)
     monkeypatch.setattr(corpus_module, "_build", lambda *_: pytest.fail("built again"))
     assert torch.equal(load(folder, tmp_path).train.tokens, first.train.tokens)
+    monkeypatch.setattr(corpus_module.sys, "version_info", (3, 99, 0, "final", 0))  # its tokenize may differ
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        load(folder, tmp_path)
     monkeypatch.undo()
     (folder / "sub/file0.py").write_text("x = 12345\n" * 50)
     assert "12345" in "".join(load(folder, tmp_path).decode(s.tokens) for s in _splits(load(folder, tmp_path)))
@@ -144,8 +186,16 @@ def test_bad_files_are_skipped_with_a_count(folder, tmp_path, monkeypatch):
         return read(path)
 
     monkeypatch.setattr(corpus_module.Path, "read_bytes", refuse)
+    (folder / "broken.txt").symlink_to("nowhere")
+    (folder / ".git").mkdir()
+    (folder / ".git/config").write_text("no")
     corpus = load(folder, tmp_path)
-    assert corpus.skipped == {"empty": 1, "binary": 2, "unreadable": 1} and corpus.files == 12
+    assert corpus.skipped == {"empty": 1, "binary": 2, "unreadable": 2} and corpus.files == 12
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.py").write_bytes("\ufeffimport os\n".encode())
+    assert read_texts(tmp_path)[0] == {"a.py": "import os\n"}
 
 
 def test_an_empty_result_names_the_folder_and_the_counts(tmp_path):
@@ -163,6 +213,8 @@ def test_an_empty_result_names_the_folder_and_the_counts(tmp_path):
         ({"tokenizer": "words"}, "tokenizer must be"),
         ({"vocab_size": 100}, "vocab_size must be at least 257"),
         ({"validation_fraction": 1.0}, "validation_fraction must be in"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1"),
+        ({"max_bytes": 10}, "no text .* 12 beyond max_bytes"),
     ],
 )
 def test_bad_arguments_are_named(options, words, folder):
