@@ -1,0 +1,1 @@
+"""What the site needs besides MkDocs: executed notebooks, figures, self-hosted mathematics, link checks."""

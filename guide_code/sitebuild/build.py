@@ -1,0 +1,111 @@
+"""Builds the site: prepare, MkDocs in strict mode, link check, and only then the swap into place."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # Material prints a notice on import; our pins settle the matter
+
+from mkdocs.commands.build import build as mkdocs_build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort, BuildError, ConfigurationError
+
+from guide_code.sitebuild.figures import FigureError
+from guide_code.sitebuild.links import check_site
+from guide_code.sitebuild.notebooks import NotebookError
+from guide_code.sitebuild.prepare import prepare
+
+
+class SiteError(Exception):
+    """The site cannot be built; the message says what to change. The previous site is untouched."""
+
+
+def build_site(
+    root: Path,
+    *,
+    offline: bool = False,
+    allow_stale: bool = False,
+    into: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Builds the site and returns its folder.
+
+    Args:
+        root: The project's folder, with `mkdocs.yml`.
+        offline: Build for reading without a server (`file://`).
+        allow_stale: Keep outputs of notebooks of which only imported code has changed (previews).
+        into: The folder of the site; `site/`, or `site-offline/` when `offline`, below `root` by default.
+        say: Gets progress lines.
+
+    Raises:
+        SiteError: With the cause; what was in `into` before still is.
+    """
+    target = into or root / ("site-offline" if offline else "site")
+    cache = root / ".cache"
+    cache.mkdir(exist_ok=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as name:
+        workspace, site = Path(name), Path(name) / "site"
+        try:
+            prepared = prepare(root, workspace, allow_stale=allow_stale, say=say)
+            before = time.monotonic()
+            config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True, **_changes(offline))
+            config.extra["prepared"] = prepared
+            if offline:
+                _leave_out_instant(config)
+            config.plugins.on_startup(command="build", dirty=False)
+            try:
+                mkdocs_build(config)
+            finally:
+                config.plugins.on_shutdown()
+            prepared.timings["pages"] = time.monotonic() - before
+        except (NotebookError, FigureError, BuildError, ConfigurationError, Abort, ValueError) as error:
+            raise SiteError(str(error)) from error
+        before = time.monotonic()
+        problems = check_site(site, config.site_url or "")
+        if problems:
+            raise SiteError("links of the built site:\n" + "\n".join(f"  {problem}" for problem in problems))
+        prepared.timings["link check"] = time.monotonic() - before
+        _swap(site, target)
+    parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in prepared.timings.items())
+    say(f"{target} is built in {time.monotonic() - start:.1f} s ({parts})")
+    return target
+
+
+def _changes(offline: bool) -> dict:
+    return {"use_directory_urls": False} if offline else {}
+
+
+def _leave_out_instant(config) -> None:
+    """Instant navigation fetches pages, which a browser refuses for files."""
+    features = config.theme["features"]
+    config.theme["features"] = [name for name in features if not name.startswith("navigation.instant")]
+
+
+def _swap(new: Path, target: Path) -> None:
+    """Puts `new` in the place of `target`: two renames, so that no moment shows half a site."""
+    new.chmod(0o755)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    old = new.with_name("previous")
+    if target.exists():
+        target.replace(old)
+    try:
+        new.replace(target)
+    except OSError:  # another file system
+        shutil.move(new, target)
+
+
+def log_to(say: Callable[[str], None]) -> logging.Handler:
+    """Shows warnings of MkDocs and its plugins as lines of `say`; returns the handler for removal."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    handler = Lines(logging.WARNING)
+    logging.getLogger("mkdocs").addHandler(handler)
+    return handler
