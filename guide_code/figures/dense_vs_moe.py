@@ -87,7 +87,8 @@ def _experts(axes: Axes, palette: Palette, middle: float, top: float) -> None:
             path(axes, [(middle, top + 38), (center, top + 58)], color, line=1.8)
             path(axes, [(center, top + 98), (center, top + 128), (middle, top + 128)], color, line=1.8)
             weight = f"\u00d7 {_CHOSEN[expert]}"
-            words(axes, center + 7, top + 114, weight, palette.ink, size=SMALL, align="left")
+            side, align = (-7, "right") if center < middle else (7, "left")
+            words(axes, center + side, top + 114, weight, palette.ink, size=SMALL, align=align)
         fill = palette.tint(color, 0.25) if chosen else palette.surface
         box(
             axes, center - size / 2, top + 58, size, 40, fill=fill, edge=color if chosen else palette.line,

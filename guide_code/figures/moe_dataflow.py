@@ -85,42 +85,44 @@ def _draw_wide(palette: Palette) -> Figure:
 
 
 def _draw_narrow(palette: Palette) -> Figure:
-    figure, axes = canvas(NARROW_WIDTH, 530)
+    figure, axes = canvas(NARROW_WIDTH, 570)
     for y, title, shapes in (
-        (12, "1  Route", "x (T, D)"),
-        (202, "2  Permute", "ids, weights (T, K)"),
-        (400, "3  Experts", "grouped matmul"),
-        (474, "4  Combine", "\u00d7 weight, sum"),
+        (0, "1  Route", "x (T, D) \u2192 ids, weights (T, K)"),
+        (176, "2  Permute", "sort by expert \u2192 rows (N, D)"),
+        (326, "3  Experts", "grouped matmul"),
+        (496, "4  Combine", "\u00d7 weight, sum \u2192 out (T, D)"),
     ):
-        words(axes, 6, y, title, palette.ink, align="left", bold=True, halo=palette.paper, over=6)
-        words(
-            axes, NARROW_WIDTH - 6, y, shapes, palette.muted, size=SMALL, align="right", mono=True,
-            halo=palette.paper, over=6,
-        )  # fmt: skip
+        box(axes, 0, y, NARROW_WIDTH, 24, fill=palette.surface, edge=palette.surface, radius=4)
+        words(axes, 8, y + 12, title, palette.ink, align="left", bold=True)
+        words(axes, NARROW_WIDTH - 8, y + 12, shapes, palette.muted, size=10.5, align="right", mono=True)
 
     tokens = [47 + 82 * token for token in range(len(CHOICES))]  # the middle of each token's column
-    box(axes, 8, 76, 324, 28, fill=palette.tint(palette.accent), edge=palette.accent, line=1.6)
-    words(axes, 170, 90, "router", palette.ink, size=SMALL, bold=True)
-    words(axes, 324, 90, "logits (T, E)", palette.muted, size=SMALL, align="right", mono=True)
+    box(axes, 8, 78, 324, 28, fill=palette.tint(palette.accent), edge=palette.accent, line=1.6)
+    words(axes, 170, 92, "router", palette.ink, size=SMALL, bold=True)
+    words(axes, 324, 92, "logits (T, E)", palette.ink, size=10.5, align="right", mono=True)
     for token, x in enumerate(tokens):
-        _cell(axes, palette, x - 30, 30, 60, f"$t_{token}$")
-        arrow(axes, (x, 58), (x, 76), palette.line, head=False)
-        arrow(axes, (x, 104), (x, 122), palette.line)
+        _cell(axes, palette, x - 30, 34, 60, f"$t_{token}$")
+        arrow(axes, (x, 62), (x, 78), palette.line, head=False)
+        arrow(axes, (x, 106), (x, 122), palette.line)
         for choice in range(2):
             _choice(axes, palette, x - 39 + 39 * choice, 122, (39, 42), token, choice, "\n")
-        _cell(axes, palette, x - 30, 498, 60, f"$t_{token}$")
+        _cell(axes, palette, x - 30, 538, 60, f"$t_{token}$")
+        arrow(axes, (x, 520), (x, 538), palette.line)
 
     places, spans = _places(32)
-    for (expert, token, _), x in zip(sorted_rows(), places, strict=True):
+    for (expert, token, choice), x in zip(sorted_rows(), places, strict=True):
         color = palette.experts[expert]
-        flow(axes, (tokens[token], 164), (x, 268), color, upright=True)
-        _cell(axes, palette, x - 16.5, 268, 33, f"$t_{token}$", color)
-        arrow(axes, (x, 296), (x, 312), color)
-        flow(axes, (x, 356), (tokens[token], 498), color, upright=True)
+        leaves = tokens[token] - 19.5 + 39 * choice
+        arrow(axes, (leaves, 164), (leaves, 176), color, head=False)
+        flow(axes, (leaves, 200), (x, 286), color, upright=True)
+        _cell(axes, palette, x - 16.5, 286, 33, f"$t_{token}$", color)
+        arrow(axes, (x, 314), (x, 326), color, head=False)
+        arrow(axes, (x, 350), (x, 364), color)
+        flow(axes, (x, 408), (tokens[token] - 8 + 16 * choice, 496), color, upright=True)
     for expert, (first, last) in enumerate(spans):
         color = palette.experts[expert]
-        box(axes, first - 16.5, 312, last - first + 33, 44, fill=palette.tint(color), edge=color, line=1.6)
-        words(axes, (first + last) / 2, 334, f"$E_{expert}$", palette.ink)
+        box(axes, first - 16.5, 364, last - first + 33, 44, fill=palette.tint(color), edge=color, line=1.6)
+        words(axes, (first + last) / 2, 386, f"$E_{expert}$", palette.ink)
     return figure
 
 

@@ -20,7 +20,6 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Curve
-from matplotlib.patheffects import withStroke
 
 NARROW_WIDTH = 340
 WIDE_WIDTH = 720
@@ -104,16 +103,15 @@ def save(figure: Figure, path: Path) -> tuple[int, int]:
 
 def words(
     axes: Axes, x: float, y: float, text: str, color: str, *,
-    size: float = BODY, align: str = "center", bold: bool = False, mono: bool = False, halo: str | None = None,
+    size: float = BODY, align: str = "center", bold: bool = False, mono: bool = False,
     over: int = 5,
 ) -> None:  # fmt: skip
-    """One or more lines of text, centred vertically on `y`; `halo` is the paper's colour where lines cross."""
+    """One or more lines of text, centred vertically on `y`."""
     family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
     weight = "bold" if bold else "normal"
-    effects = [withStroke(linewidth=5, foreground=halo)] if halo else None
     axes.text(
         x, y, text, color=color, fontsize=size, ha=align, va="center_baseline", family=family, weight=weight,
-        linespacing=1.35, zorder=over, path_effects=effects,
+        linespacing=1.35, zorder=over,
     )  # fmt: skip
 
 
