@@ -42,7 +42,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         clash = files.get_file_from_path(item.uri)
         if clash is not None:
             raise PluginError(f"{item.uri} is generated, but docs/{item.uri} exists too: rename one of them")
-        files.append(File.generated(config, item.uri, abs_src_path=str(item.path)))
+        file = File.generated(config, item.uri, abs_src_path=str(item.path))
+        if item.path.as_posix().endswith(item.uri):
+            # mkdocs-jupyter wraps the file in an object that computes the path anew from this folder.
+            file.src_dir = item.path.as_posix().removesuffix(item.uri)
+        files.append(file)
     uris = [item.uri for item in prepared.mounted if item.page]
     config.nav = expand_navigation(config.nav, uris)
     check_collisions(files)

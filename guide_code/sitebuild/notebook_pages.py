@@ -22,15 +22,16 @@ def mount_notebook(executed: Executed, workspace: Path) -> list[Mounted]:
 
     Args:
         executed: A notebook with its outputs.
-        workspace: Gets the page and the images; `pages` in their path is what mkdocs-jupyter looks for.
+        workspace: Gets the page, at its URI, and the images.
     """
     stem = executed.source.stem
     notebook = nbformat.read(executed.path, as_version=4)
-    folder = workspace / "pages" / stem
+    folder = workspace / "images" / stem
     folder.mkdir(parents=True, exist_ok=True)
+    page = workspace / "tutorials" / f"{stem}.ipynb"
+    page.parent.mkdir(parents=True, exist_ok=True)
     images = _take_images(notebook, stem, folder)
     notebook.metadata["guide"]["stale"] = executed.stale
-    page = folder / f"{stem}.ipynb"
     nbformat.write(notebook, page)
     downloads = [
         Mounted(f"{download_uri(stem)}.ipynb", executed.path),

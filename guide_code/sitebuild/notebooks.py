@@ -118,7 +118,7 @@ def _execute_into(path: Path, source: Path, root: Path) -> float:
     start = time.monotonic()
     work = root / ".cache" / "notebooks" / "work" / source.stem  # what a notebook writes never lands in the tree
     work.mkdir(parents=True, exist_ok=True)
-    run_notebook(notebook, source.name, cwd=work)
+    run_notebook(notebook, source.name, cwd=work, root=root)
     seconds = time.monotonic() - start
     _check_alternative_texts(notebook, source.name)
     notebook.metadata["guide"] = {
@@ -148,8 +148,10 @@ def read_notebook(source: Path) -> NotebookNode:
     return notebook
 
 
-def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path) -> None:
+def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path, root: Path) -> None:
     """Runs all cells in a kernel of the running interpreter and stores their outputs in `notebook`.
+
+    The kernel starts in `cwd` and imports project modules from `root`.
 
     Raises:
         NotebookError: A cell raised, the kernel died, or the time limit of the notebook passed.
@@ -173,8 +175,9 @@ def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path) -> None:
             "--IPKernelApp.log_level=ERROR",
         ],
     )
+    paths = [str(root.resolve()), os.environ.get("PYTHONPATH", "")]
     try:
-        client.execute()
+        client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
     except CellTimeoutError:
         raise NotebookError(
             f"{_where(notebook, name, current[0])} was running when the notebook's limit of {limit:g} s passed. "
