@@ -1,15 +1,17 @@
-"""Checkpoints in a folder: weights and optimizer state in safetensors, everything else in JSON; no pickle.
+"""The folder of a run: checkpoints, with tensors in safetensors and the rest in JSON (no pickle), and run.json.
 
 A checkpoint is written under a temporary name and renamed when it is complete, so a crash leaves the previous one.
 """
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,12 +47,17 @@ def save_checkpoint(
         for key, value in values.items()
     }
     save_file(_own_memory(model.state_dict()), work / "model.safetensors")
-    save_file(_own_memory(state | {"random_state": torch.get_rng_state()}), work / "training.safetensors")
+    save_file(_own_memory(state | _random_states()), work / "training.safetensors")
     (work / "config.json").write_text(json.dumps(to_dict(config), indent=2))
     (work / "step.json").write_text(json.dumps({"step": step}))
+    for path in [*work.iterdir(), work]:
+        _flush(path)  # or a power cut after the rename could leave a complete name with half the bytes
+    replaced = run / f".replaced-step-{step:08d}"
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     work.rename(final)
+    _flush(run)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -76,8 +83,12 @@ def latest_checkpoint(run: Path) -> Path:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The configuration that a checkpoint was made with."""
-    return from_dict(json.loads((folder / "config.json").read_text()))
+    """The configuration that a checkpoint was made with.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    return from_dict(_read(folder / "config.json"))
 
 
 def load_checkpoint(
@@ -95,23 +106,84 @@ def load_checkpoint(
         The number of steps done.
 
     Raises:
-        ValueError: the configurations differ; every field that does is listed with both values.
+        ValueError: the configurations differ (every field that does is listed with both values), or a file is
+            missing or damaged (the checkpoint before this one is named). The model is as it was.
     """
     differences = _differences(to_dict(load_config(folder)), to_dict(config))
     if differences:
         raise ValueError(f"{folder} was made with another configuration: {'; '.join(differences)}")
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict(weights, strict=False)  # tied weights are saved once; the check below is the strict one
+    weights, step = _read(folder / "model.safetensors"), _read(folder / "step.json")["step"]
+    state = {} if optimizer is None else _read(folder / "training.safetensors")
     _check_names(set(weights), model)
+    model.load_state_dict(weights, strict=False)  # tied weights are saved once; the check above is the strict one
     if optimizer is not None:
-        state = load_file(folder / "training.safetensors")
-        torch.set_rng_state(state.pop("random_state"))
+        _set_random_states(state)
         parameters = dict(model.named_parameters())
         for name, value in state.items():
             owner, key = name.rsplit(".", 1)
             like = parameters[owner]
             optimizer.state[like][key] = value if key == "step" else value.to(like.device)
-    return json.loads((folder / "step.json").read_text())["step"]
+    return step
+
+
+def claim_run(run: Path, facts: dict[str, Any], *, resume: bool) -> None:
+    """Note in ``run.json`` what decides the data of a run, or when resuming, check that it is still the same.
+
+    Raises:
+        ValueError: the folder holds a run already, or the one to resume was started with other facts.
+    """
+    path = run / "run.json"
+    if resume:
+        differences = _differences(_read(path), facts, where=f"in {path}") if path.exists() else []
+        if differences:
+            raise ValueError(f"cannot resume with other data: {'; '.join(differences)}")
+    elif path.exists() or checkpoints(run):
+        raise ValueError(f"{run} holds a run already: give --resume to go on with it, or another --out")
+    else:
+        run.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=2))
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop what a crashed run wrote after ``step``, half a line included: resuming writes it again."""
+    if path.exists():
+        kept = [
+            line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step
+        ]
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        older = [folder for folder in checkpoints(path.parent.parent) if folder.name < path.parent.name]
+        hint = f"; delete {path.parent} to go on from {older[-1]}" if older else ""
+        raise ValueError(f"{path} is missing or damaged ({error}){hint}") from error
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open folders
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _random_states() -> dict[str, Tensor]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"random_state": torch.get_rng_state()} | {f"random_state.{i}": state for i, state in enumerate(devices)}
+
+
+def _set_random_states(state: dict[str, Tensor]) -> None:
+    """Take the random states out of ``state`` and set them; those of absent GPUs have no use."""
+    torch.set_rng_state(state.pop("random_state"))
+    for name in [name for name in state if name.startswith("random_state.")]:
+        index, value = int(name.rsplit(".", 1)[1]), state.pop(name)
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, index)
 
 
 def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,13 +203,15 @@ def _check_names(saved: set[str], model: Transformer) -> None:
         raise ValueError(f"checkpoint lacks {sorted(wanted - saved)} and has unknown {sorted(saved - wanted)}")
 
 
-def _differences(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
+def _differences(
+    saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "", where: str = "in the checkpoint"
+) -> list[str]:
     found = []
     for name in sorted(saved.keys() | wanted.keys()):
         a, b = saved.get(name), wanted.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{name}.")
+            found += _differences(a, b, f"{prefix}{name}.", where)
         elif a != b:
             shown = ["a mixture" if isinstance(value, dict) else repr(value) for value in (a, b)]
-            found.append(f"{prefix}{name} is {shown[0]} in the checkpoint and {shown[1]} here")
+            found.append(f"{prefix}{name} is {shown[0]} {where} and {shown[1]} here")
     return found

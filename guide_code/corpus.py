@@ -95,6 +95,8 @@ class Corpus:
     tokenizer: Tokenizer
     files: int
     """Files that were read."""
+    digest: str
+    """Hash of text, split and tokenizer: equal for equal tokens."""
     skipped: dict[str, int]
     """Files that were not, by reason: "empty", "binary" (or not UTF-8), "unreadable"; "beyond max_bytes" if given."""
 
@@ -154,12 +156,14 @@ def load_corpus(
     for name, text in texts.items():
         key.update(f"{name}\0{len(text)}\0".encode())
         key.update(text.encode())
-    folder = _cache_root(cache_dir) / key.hexdigest()[:32]
+    digest = key.hexdigest()[:32]
+    folder = _cache_root(cache_dir) / digest
     if not _is_whole(folder):
         _build(folder, texts, size, validation_fraction)
     sizes = json.loads((folder / "sizes.json").read_text())
     train, validation = (_open_split(folder, name, sizes[f"{name}.classes"]) for name in ("train", "validation"))
-    return Corpus(train, validation, Tokenizer.from_file(str(folder / "tokenizer.json")), len(texts), skipped)
+    trained = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Corpus(train, validation, trained, len(texts), digest, skipped)
 
 
 def read_texts(root: Path, max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, int]]:

@@ -1,5 +1,6 @@
 """Continue a prompt with a trained model: ``python -m guide_code.generate runs/latest --prompt "def "``."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from tokenizers import Tokenizer
 
 from guide_code.build import build_model
@@ -52,7 +54,7 @@ app = typer.Typer(add_completion=False)
 def main(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or of one checkpoint in it.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 100,
 ) -> None:
     """Continue a prompt greedily, streaming to the terminal."""
     console = Console(stderr=True)
@@ -61,16 +63,21 @@ def main(
         config = load_config(folder)
         model = build_model(config)
         load_checkpoint(folder, model, config)
+        if not (folder.parent / "tokenizer.json").is_file():
+            raise ValueError(
+                f"{folder.parent / 'tokenizer.json'} is missing: a checkpoint is read with its run's tokenizer"
+            )
         tokenizer = Tokenizer.from_file(str(folder.parent / "tokenizer.json"))
         started = time.perf_counter()
-        sys.stdout.write(prompt)
-        for piece in stream(model, tokenizer, prompt, tokens):
+        pieces = stream(model, tokenizer, prompt, tokens)
+        first = next(pieces, "")  # raises before anything is printed
+        for piece in itertools.chain([prompt, first], pieces):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
         console.print(f"{tokens / (time.perf_counter() - started):,.0f} tokens/s")
     except ValueError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -17,13 +17,21 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from guide_code.balance import max_violation
 from guide_code.balancer import Balancer
 from guide_code.build import build_model, parameter_counts
-from guide_code.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from guide_code.checkpoint import (
+    checkpoints,
+    claim_run,
+    cut_metrics,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from guide_code.config import ModelConfig, override
 from guide_code.corpus import Corpus, load_corpus
 from guide_code.moe import MoE
@@ -247,7 +255,6 @@ def main(
     changes: Annotated[list[str] | None, typer.Option("--set", help="FIELD=VALUE of the configuration.")] = None,
 ) -> None:
     """Train a model on text and keep metrics and checkpoints in a folder."""
-    console = Console()
     try:
         run_config = TrainConfig(
             steps=steps,
@@ -259,34 +266,31 @@ def main(
             save_every=save_every,
             seed=seed,
         )
-        _run(console, override(preset(name), _pairs(changes)), run_config, corpus, out, _pick(device), resume)
-    except (ValueError, TrainingStopped) as error:
-        console.print(f"[red]error:[/] {error}", markup=True, highlight=False, soft_wrap=True)
+        _run(override(preset(name), _pairs(changes)), run_config, corpus, out, _pick(device), resume)
+    except (ValueError, OSError, TrainingStopped) as error:
+        Console().print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
 def _run(
-    console: Console,
-    config: ModelConfig,
-    run_config: TrainConfig,
-    path: Path | None,
-    out: Path,
-    device: torch.device,
-    resume: bool,
+    config: ModelConfig, run_config: TrainConfig, path: Path | None, out: Path, device: torch.device, resume: bool
 ) -> None:
+    console = Console()
     text = load_corpus(path, vocab_size=config.vocab_size)
     torch.manual_seed(run_config.seed)
     model = build_model(config).to(device)
     optimizer, first_step = make_optimizer(model, run_config), 0
+    facts = {name: getattr(run_config, name) for name in ("batch_size", "sequence_length", "seed")}
+    facts["text_digest"] = text.digest
+    _check(model, text, run_config)
     if resume:
         first_step = load_checkpoint(latest_checkpoint(out), model, config, optimizer)
-    elif (out / "metrics.jsonl").exists():
-        raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another --out")
+    claim_run(out, facts, resume=resume)
+    cut_metrics(out / "metrics.jsonl", first_step)
     total, active = parameter_counts(model)
     skipped = ", ".join(f"{count} {reason}" for reason, count in text.skipped.items() if count)
     console.print(f"{text.files} files, {len(text.train.tokens):,} training tokens; skipped: {skipped or 'none'}")
     console.print(f"{total:,} parameters, {active:,} active per token, on {device}")
-    out.mkdir(parents=True, exist_ok=True)
     text.tokenizer.save(str(out / "tokenizer.json"))
     columns = ("loss {task.fields[loss]}", "{task.fields[speed]} tokens/s", "max violation {task.fields[load]}")
     bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), *map(TextColumn, columns), console=console)
@@ -306,10 +310,16 @@ def _run(
             folder = save_checkpoint(out, step, model, config, optimizer)
             bar.console.print(f"saved {folder}")
 
-        history = train(
-            model, text, run_config, first_step=first_step, optimizer=optimizer, on_step=on_step, on_save=on_save
-        )
-    if history and history[-1]["step"] < run_config.steps:
+        try:
+            history = train(
+                model, text, run_config, first_step=first_step, optimizer=optimizer, on_step=on_step, on_save=on_save
+            )
+        except TrainingStopped as error:
+            good = checkpoints(out)
+            raise TrainingStopped(f"{error} ({good[-1] if good else 'no checkpoint yet'})") from None
+    if not history:
+        console.print(f"nothing to do: {first_step} of {run_config.steps} steps are done; give more --steps")
+    elif history[-1]["step"] < run_config.steps:
         console.print(f"interrupted after step {history[-1]['step']}; go on with --resume")
 
 
@@ -324,9 +334,12 @@ def _pairs(changes: list[str] | None) -> dict[str, str]:
 
 
 def _pick(device: str) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:  # the CPU build of torch asserts
+        raise ValueError(f"device={device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return chosen
 
 
 if __name__ == "__main__":

@@ -5,7 +5,15 @@ import torch
 
 from guide_code import checkpoint as checkpoint_module
 from guide_code.build import build_model
-from guide_code.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, load_config, save_checkpoint
+from guide_code.checkpoint import (
+    checkpoints,
+    claim_run,
+    cut_metrics,
+    latest_checkpoint,
+    load_checkpoint,
+    load_config,
+    save_checkpoint,
+)
 from guide_code.config import override
 from guide_code.presets import tiny
 from guide_code.train import TrainConfig, make_optimizer
@@ -98,6 +106,67 @@ def test_missing_and_unknown_weights_are_errors(tmp_path):
     checkpoint_module.save_file(weights, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks \['norm.weight'\] and has unknown \['stray'\]"):
         load_checkpoint(folder, model, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "config.json", "step.json"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_checkpoint_names_the_one_before_and_changes_nothing(tmp_path, name, damage):
+    model, optimizer = make()
+    save_checkpoint(tmp_path, 1, model, CONFIG, optimizer)
+    folder = save_checkpoint(tmp_path, 2, model, CONFIG, optimizer)
+    if damage == "missing":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:9])
+    other, other_optimizer = make(seed=1)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    words = f"{name} is missing or damaged .*; delete .*step-00000002 to go on from .*step-00000001"
+    with pytest.raises(ValueError, match=words):
+        load_checkpoint(folder, other, CONFIG, other_optimizer)
+    assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
+
+
+def test_the_same_step_again_replaces_it_and_leaves_nothing_behind(tmp_path):
+    model, optimizer = make()
+    save_checkpoint(tmp_path, 1, model, CONFIG, optimizer)
+    with torch.no_grad():
+        model.norm.weight.fill_(7.0)
+    folder = save_checkpoint(tmp_path, 1, model, CONFIG, optimizer)
+    other, _ = make(seed=1)
+    load_checkpoint(folder, other, CONFIG)
+    assert (other.norm.weight == 7).all() and list(tmp_path.iterdir()) == [folder]
+
+
+def test_random_states_of_gpus_travel_too(tmp_path, monkeypatch):
+    model, optimizer = make()
+    states = [torch.tensor([i, 1, 2], dtype=torch.uint8) for i in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    folder = save_checkpoint(tmp_path, 1, model, CONFIG, optimizer)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: seen.update({index: state.tolist()}))
+    load_checkpoint(folder, *make(seed=1)[:1], CONFIG, make_optimizer(model, TrainConfig()))
+    assert seen == {0: [0, 1, 2]}, "the second GPU is not here"
+
+
+def test_metrics_after_the_checkpoint_are_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "counts": [[1]]}\n{"step": 3}\n{"step": 4, "lo')
+    cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "counts": [[1]]}\n'
+    cut_metrics(tmp_path / "none.jsonl", 2)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_run_is_claimed_once_and_resumed_with_the_same_data(tmp_path):
+    run, facts = tmp_path / "runs/a", {"batch_size": 8, "seed": 0}
+    claim_run(run, facts, resume=False)
+    claim_run(run, facts, resume=True)
+    with pytest.raises(ValueError, match=r"runs.a holds a run already: give --resume"):
+        claim_run(run, facts, resume=False)
+    with pytest.raises(ValueError, match=r"other data: batch_size is 8 in .*run.json and 16 here"):
+        claim_run(run, facts | {"batch_size": 16}, resume=True)
 
 
 def test_no_checkpoint_is_an_error(tmp_path):

@@ -2,6 +2,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from guide_code import generate as generate_module
 from guide_code.build import build_model
 from guide_code.checkpoint import save_checkpoint
 from guide_code.config import override
@@ -57,9 +58,16 @@ def test_stream_gives_the_greedy_continuation_in_whole_characters(run):
 
 
 def test_command_prints_prompt_and_continuation(run):
-    folder, *_ = run
+    folder, model, corpus = run
     result = CliRunner().invoke(app, [str(folder), "--prompt", "text", "--tokens", "5"])
-    assert result.exit_code == 0 and result.stdout.startswith("text") and "tokens/s" in result.output
+    assert result.stdout == "text" + "".join(stream(model, corpus.tokenizer, "text", 5)) + "\n"
+    assert result.exit_code == 0 and "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize("pieces", [["ab", "", "c"], []])
+def test_command_prints_every_piece_once(run, monkeypatch, pieces):
+    monkeypatch.setattr(generate_module, "stream", lambda *_: iter(pieces))
+    assert CliRunner().invoke(app, [str(run[0]), "--prompt", "text "]).stdout == f"text {''.join(pieces)}\n"
 
 
 @pytest.mark.parametrize(
@@ -72,5 +80,8 @@ def test_command_prints_prompt_and_continuation(run):
 def test_command_says_what_is_wrong(run, arguments, words):
     folder, *_ = run
     result = CliRunner().invoke(app, [str(folder), *arguments])
-    assert result.exit_code == 1 and words in result.output
+    assert result.exit_code == 1 and words in result.output and not result.stdout
     assert "no checkpoint in" in CliRunner().invoke(app, [str(folder / "none")]).output
+    (folder / "tokenizer.json").unlink()
+    result = CliRunner().invoke(app, [str(folder)])
+    assert result.exit_code == 1 and "tokenizer.json is missing" in result.output

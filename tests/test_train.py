@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from guide_code import train as train_module
 from guide_code.balance import expert_counts
 from guide_code.build import build_model
 from guide_code.checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -220,13 +222,59 @@ def test_command_trains_saves_resumes_and_refuses_to_overwrite(text, tmp_path, m
     assert again.exit_code == 1 and "holds a run already: give --resume" in again.output
     more = call("--steps", 6, "--resume", *common)
     assert more.exit_code == 0 and checkpoints(out)[-1].name == "step-00000006"
+    other = call("--steps", 8, "--resume", *common, "--batch-size", 4)
+    assert other.exit_code == 1 and "other data: batch_size is 2 in" in " ".join(other.output.split())
+    done = call("--steps", 6, "--resume", *common)
+    assert done.exit_code == 0 and "nothing to do: 6 of 6 steps are done" in done.output
+    (text / "0.py").write_text("y = 5\n" * 300)
+    other = call("--steps", 8, "--resume", *common)
+    assert other.exit_code == 1 and "other data: text_digest is" in " ".join(other.output.split())
     other = call("--steps", 8, "--resume", *common, "--set", "top_k=1")
     assert other.exit_code == 1 and "moe.top_k is 2 in the checkpoint and 1 here" in " ".join(other.output.split())
+
+
+def test_resuming_after_a_crash_writes_each_step_once(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "run"
+    common = ["--corpus", text, "--out", out, "--sequence-length", 16, "--save-every", 2, *FLAGS]
+    call("--steps", 5, *common)
+    shutil.rmtree(checkpoints(out)[-1])  # as if it had crashed just before saving step 5
+    before = (out / "metrics.jsonl").read_text().splitlines()
+    assert call("--steps", 5, "--resume", *common).exit_code == 0
+    after = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in after] == [1, 2, 3, 4, 5]
+    assert [json.loads(line)["loss"] for line in after] == [json.loads(line)["loss"] for line in before]
+
+
+def test_command_names_the_last_good_checkpoint_when_the_loss_is_no_number(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real, calls = train_module.next_token_loss, []
+
+    def poisoned(model, tokens_BS):
+        calls.append(model.training)
+        return real(model, tokens_BS) * (torch.inf if sum(calls) == 6 else 1)
+
+    monkeypatch.setattr(train_module, "next_token_loss", poisoned)
+    out = tmp_path / "run"
+    result = call("--corpus", text, "--out", out, "--sequence-length", 16, "--save-every", 2, "--steps", 9, *FLAGS)
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert f"at step 6; the last good state is after step 4 ({out}/step-00000004)" in result.output
+
+
+def test_a_mistake_does_not_claim_the_folder(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    common = ["--corpus", text, "--out", tmp_path / "run", "--steps", 1, *FLAGS]
+    result = call("--sequence-length", 999, *common)
+    assert result.exit_code == 1 and "sequence_length=999 exceeds the model's max_length=256" in result.output
+    assert call("--sequence-length", 16, *common).exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--device", "gpu"], "device='gpu' cannot be used here"),
+        (["--device", "cuda:99"], "device='cuda:99' cannot be used here"),
+        (["--out", "file/run", "--sequence-length", "16", *FLAGS], "Not a directory"),
         (["--preset", "tinny"], "no preset is called 'tinny'; did you mean tiny?"),
         (["--set", "topk=3"], "no config field is called 'topk'; did you mean top_k"),
         (["--set", "top_k"], "must be FIELD=VALUE"),
@@ -238,6 +286,7 @@ def test_command_trains_saves_resumes_and_refuses_to_overwrite(text, tmp_path, m
 )
 def test_command_says_what_is_wrong_without_a_traceback(arguments, words, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     defaults = [] if "--corpus" in arguments else ["--corpus", text]
     result = call(*arguments, *defaults)
