@@ -53,7 +53,7 @@ class TrainConfig:
     sequence_length: int = 128
     accumulate: int = 1
     """Micro-batches per optimizer step."""
-    learning_rate: float = 6e-3
+    learning_rate: float = 4e-3
     """Peak, reached after the warm-up; a cosine takes it down to a tenth."""
     warmup_steps: int = 20
     weight_decay: float = 0.1
@@ -245,7 +245,7 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-3,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     device: Annotated[str, typer.Option(help='"cpu", "cuda", or "auto" for the best there is.')] = "auto",
     corpus: Annotated[Path | None, typer.Option(help="Folder or file of text; else Python's own source.")] = None,
