@@ -36,6 +36,7 @@ END_OF_TEXT = "<|endoftext|>"
 _FORMAT = "2"  # change it when the files in the cache change their meaning
 # Generated tables: a tenth of the library that is nobody's prose.
 _TABLES = {"encodings", "pydoc_data"}
+_FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", None)  # from Python 3.12 on
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", *_TABLES}
 
 
@@ -238,6 +239,8 @@ def classify(text: str) -> bytearray:
             kind = _class_of(token)
             if kind is not None:
                 start, end = (starts[row - 1] + column for row, column in (token.start, token.end))
+                # The second brace of "{{" belongs to no token; a brace that does comes next and overwrites this.
+                end += token.type == _FSTRING_MIDDLE and text[end : end + 1] in ("{", "}")
                 classes[start:end] = bytes([kind]) * (end - start)
     except (tokenize.TokenError, SyntaxError):
         return bytearray([CLASSES.index("other")]) * len(text)

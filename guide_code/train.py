@@ -276,7 +276,8 @@ def _run(
     config: ModelConfig, run_config: TrainConfig, path: Path | None, out: Path, device: torch.device, resume: bool
 ) -> None:
     console = Console()
-    text = load_corpus(path, vocab_size=config.vocab_size)
+    with console.status("reading and tokenizing the text; the first time takes a while, then it is cached"):
+        text = load_corpus(path, vocab_size=config.vocab_size)
     torch.manual_seed(run_config.seed)
     model = build_model(config).to(device)
     optimizer, first_step = make_optimizer(model, run_config), 0

@@ -49,6 +49,11 @@ def test_every_character_has_the_class_of_its_token(word, kind):
     assert classes_of(SOURCE, word) == {kind}
 
 
+def test_doubled_braces_are_string():
+    text = 'f"a{{b}}c{{"'
+    assert {CLASSES[kind] for kind in classify(text)} == {"string"}
+
+
 @pytest.mark.parametrize("text", ["def f(:\n  'unclosed", "x = (\n", "if 1:\n    a\n  b\n", '"""'])
 def test_text_that_tokenize_rejects_is_other(text):
     assert {CLASSES[kind] for kind in classify(text)} == {"other"}
