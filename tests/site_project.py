@@ -15,7 +15,7 @@ NAV = """nav:
 
 validation:"""
 
-HELLO = '''# ---
+HELLO = """# ---
 # jupyter:
 #   kernelspec:
 #     display_name: My laptop
@@ -50,7 +50,7 @@ import matplotlib.pyplot as plt
 
 plt.plot([0, 1, 2])
 plt.show()
-'''
+"""
 
 HOME = """# Home
 

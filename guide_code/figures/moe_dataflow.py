@@ -16,7 +16,7 @@ from guide_code.figures.style import (
 )  # fmt: skip
 
 CHOICES = ((0, 2), (0, 1), (2, 3), (2, 0))  # the two experts of each token, best first
-WEIGHTS = ((0.7, 0.3), (0.6, 0.4), (0.8, 0.2), (0.5, 0.5))
+WEIGHTS = ((0.7, 0.3), (0.6, 0.4), (0.8, 0.2), (0.6, 0.4))
 NUM_EXPERTS = 4
 LAYOUTS = ("wide", "narrow")
 

@@ -33,7 +33,7 @@ def public_modules(package: Path) -> list[Module]:
         ValueError: A module has no docstring; the reference would have nothing to say about it.
     """
     modules = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(package.rglob("*.py"), key=lambda path: _reading_order(path.relative_to(package))):
         parts = path.relative_to(package.parent).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
@@ -49,12 +49,19 @@ def public_modules(package: Path) -> list[Module]:
     return modules
 
 
+def _reading_order(path: Path) -> tuple:
+    """The layer and the model first, then what tests them, then what builds the site."""
+    last = ("testing", "figures", "sitebuild")
+    return last.index(path.parts[0]) + 1 if path.parts[0] in last else 0, path.parts
+
+
 def write_api_pages(package: Path, workspace: Path) -> list[Mounted]:
     """Writes the page of each module, and the table of all, below `workspace`."""
     modules = public_modules(package)
     pages = {"index": _index(modules)}
     for module in modules:
-        pages[module.name] = f"# `{module.name}`\n\n::: {module.name}\n"
+        short = module.name.partition(".")[2]
+        pages[module.name] = f"---\ntitle: {short}\n---\n\n# `{module.name}`\n\n::: {module.name}\n"
     mounted = []
     for stem, text in pages.items():
         path = workspace / "api" / f"{stem}.md"

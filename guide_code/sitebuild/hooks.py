@@ -4,6 +4,7 @@ import fnmatch
 import json
 import logging
 import posixpath
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from mkdocs.structure.pages import Page
 from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
+from guide_code.sitebuild.api import API_URI
 from guide_code.sitebuild.figures import FigureError, expand_figures
 from guide_code.sitebuild.notebook_html import rebuild
 from guide_code.sitebuild.notebook_pages import download_uri
 from guide_code.sitebuild.prepare import Prepared
+
+# Docstrings may name objects as Sphinx does, :func:`x`; the code span alone says as much to a reader.
+_ROLE = re.compile(r":(func|class|meth|mod|attr|data|exc):(?=<code)")
 
 log = logging.getLogger("mkdocs.hooks.guide")
 
@@ -94,8 +99,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 @event_priority(-100)  # after every plugin has had its say on the content
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Gives a notebook page the theme's markup, resolved links and its bar of facts and downloads."""
+    """Gives a notebook page the theme's markup, resolved links and its bar of facts and downloads.
+
+    On other pages, sources that a lesson shows are open; in the reference, where there are many, they stay folded.
+    """
     if not page.file.src_uri.endswith(".ipynb"):
+        html = _ROLE.sub("", html)
+        if not page.file.src_uri.startswith(API_URI):
+            html = html.replace('<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" open>')
         return html
     content, headings = rebuild(html, lambda url: _resolve(url, page, files))
     page.toc = get_toc([heading.as_token() for heading in headings])  # pyright: ignore[reportArgumentType]

@@ -28,7 +28,12 @@
   }
 
   const typeset = async () => {
-    const elements = [...document.querySelectorAll(".arithmatex, .nb-math")]
+    // Titles with mathematics appear again in the navigation, as plain text.
+    const titles = [...document.querySelectorAll(".md-nav .md-ellipsis, .md-header__topic .md-ellipsis")]
+    const elements = [
+      ...document.querySelectorAll(".arithmatex, .nb-math"),
+      ...titles.filter((title) => /\\\(|\$[^$]+\$/.test(title.textContent)),
+    ]
     if (elements.length === 0) return
     await load()
     MathJax.startup.output.clearCache()
