@@ -9,7 +9,7 @@
 #     language: python
 #     name: python3
 #   guide:
-#     timeout: 150
+#     timeout: 300
 # ---
 
 # %% [markdown]
@@ -140,7 +140,7 @@ print(" ".join(f"{corpus.decode(t[None])!r}:{CLASSES[c]}" for t, c in zip(tokens
 # of the losses that we compare.
 
 # %%
-run = TrainConfig(steps=500, batch_size=8, sequence_length=128, validate_every=50, validation_batches=16)
+run = TrainConfig(steps=500, batch_size=8, sequence_length=128, validate_every=50, validation_batches=8)
 trained, histories = {}, {}
 for name, model_config in models.items():
     torch.manual_seed(0)
