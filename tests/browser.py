@@ -60,7 +60,8 @@ _LOW_CONTRAST = """() => {
     const size = parseFloat(style.fontSize), bold = parseInt(style.fontWeight) >= 700
     const limit = size >= 24 || (bold && size >= 18.66) ? 3 : 4.5
     const ratio = (light + 0.05) / (dark + 0.05)
-    if (ratio < limit) found.push(`${ratio.toFixed(2)}:1 <${element.tagName.toLowerCase()} class="${element.className}"> ${node.data.trim().slice(0, 40)}`)
+    const tag = `<${element.tagName.toLowerCase()} class="${element.className}">`
+    if (ratio < limit) found.push(`${ratio.toFixed(2)}:1 ${tag} ${node.data.trim().slice(0, 40)}`)
   }
   return [...new Set(found)]
 }"""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -54,7 +55,8 @@ class Palette:
     def tint(self, color: str, strength: float = 0.18) -> str:
         """`color` thinned onto the paper."""
         pairs = zip(to_rgb(self.paper), to_rgb(color), strict=True)
-        return to_hex(tuple(paper + strength * (full - paper) for paper, full in pairs))
+        red, green, blue = (paper + strength * (full - paper) for paper, full in pairs)
+        return to_hex((red, green, blue))
 
 
 LIGHT = Palette(
@@ -70,7 +72,7 @@ DARK = Palette(
 @contextmanager
 def consistent() -> Iterator[None]:
     """Settings under which a drawing has the same bytes on every machine: no local fonts, no random ids."""
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.hashsalt": "moe-guide",
         "svg.fonttype": "path",
         "font.family": ["DejaVu Sans"],  # comes with matplotlib

@@ -6,7 +6,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from guide_code.sitebuild.build import SiteError, build_site, log_to
+from guide_code.sitebuild.build import SiteError, build_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     say = partial(print, flush=True)
-    log_to(say)
     try:
         if options.command == "build":
             into = options.into.resolve() if options.into else None

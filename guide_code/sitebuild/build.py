@@ -5,19 +5,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # Material prints a notice on import; our pins settle the matter
 
 from mkdocs.commands.build import build as mkdocs_build
 from mkdocs.config import load_config
-from mkdocs.exceptions import Abort, BuildError, ConfigurationError
+from mkdocs.exceptions import Abort, MkDocsException
 
 from guide_code.sitebuild.figures import FigureError
 from guide_code.sitebuild.links import check_site
 from guide_code.sitebuild.notebooks import NotebookError
-from guide_code.sitebuild.prepare import prepare
+from guide_code.sitebuild.offline import make_offline, write_search_script
+from guide_code.sitebuild.prepare import Prepared, prepare
 
 
 class SiteError(Exception):
@@ -48,25 +50,17 @@ def build_site(
     cache = root / ".cache"
     cache.mkdir(exist_ok=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as name:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as name, _warnings_to(say):
         workspace, site = Path(name), Path(name) / "site"
         try:
             prepared = prepare(root, workspace, allow_stale=allow_stale, say=say)
             before = time.monotonic()
-            config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True, **_changes(offline))
-            config.extra["prepared"] = prepared
-            if offline:
-                _leave_out_instant(config)
-            config.plugins.on_startup(command="build", dirty=False)
-            try:
-                mkdocs_build(config)
-            finally:
-                config.plugins.on_shutdown()
+            site_url = _render(root, site, prepared, offline)
             prepared.timings["pages"] = time.monotonic() - before
-        except (NotebookError, FigureError, BuildError, ConfigurationError, Abort, ValueError) as error:
+        except (NotebookError, FigureError, MkDocsException, Abort, ValueError, SyntaxError, OSError) as error:
             raise SiteError(str(error)) from error
         before = time.monotonic()
-        problems = check_site(site, config.site_url or "")
+        problems = check_site(site, site_url)
         if problems:
             raise SiteError("links of the built site:\n" + "\n".join(f"  {problem}" for problem in problems))
         prepared.timings["link check"] = time.monotonic() - before
@@ -76,14 +70,21 @@ def build_site(
     return target
 
 
-def _changes(offline: bool) -> dict:
-    return {"use_directory_urls": False} if offline else {}
-
-
-def _leave_out_instant(config) -> None:
-    """Instant navigation fetches pages, which a browser refuses for files."""
-    features = config.theme["features"]
-    config.theme["features"] = [name for name in features if not name.startswith("navigation.instant")]
+def _render(root: Path, site: Path, prepared: Prepared, offline: bool) -> str:
+    """Runs MkDocs; returns the public address of the site."""
+    changes = {"use_directory_urls": False} if offline else {}
+    config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True, **changes)
+    config.extra["prepared"] = prepared
+    if offline:
+        make_offline(config)
+    config.plugins.on_startup(command="build", dirty=False)
+    try:
+        mkdocs_build(config)
+    finally:
+        config.plugins.on_shutdown()
+    if offline:
+        write_search_script(site)
+    return config.site_url or ""
 
 
 def _swap(new: Path, target: Path) -> None:
@@ -99,13 +100,18 @@ def _swap(new: Path, target: Path) -> None:
         shutil.move(new, target)
 
 
-def log_to(say: Callable[[str], None]) -> logging.Handler:
-    """Shows warnings of MkDocs and its plugins as lines of `say`; returns the handler for removal."""
+@contextmanager
+def _warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Shows warnings of MkDocs and its plugins as lines of `say`."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             say(f"{record.levelname.lower()}: {record.getMessage()}")
 
     handler = Lines(logging.WARNING)
-    logging.getLogger("mkdocs").addHandler(handler)
-    return handler
+    logger = logging.getLogger("mkdocs")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -56,7 +56,7 @@ def draw_all(root: Path, *, say: Callable[[str], None] = print) -> dict[str, dic
             file["path"] = folder / f"{name}-{variant}.svg"
         kept.add(folder)
     for folder in cache.glob("*"):
-        if folder not in kept:
+        if folder not in kept and not folder.name.startswith("."):  # hidden: another build is drawing into it
             shutil.rmtree(folder)
     return records
 

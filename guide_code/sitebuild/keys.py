@@ -18,7 +18,8 @@ def cache_key(stem: str, root: Path, files: Iterable[Path], *, form: str) -> str
     root = root.resolve()
     digest = hashlib.sha256(f"{form} {platform.python_version()}\n".encode())
     constraints = root / "constraints.txt"
-    for file in sorted({*files, *([constraints] if constraints.is_file() else [])}):
+    covered: set[Path] = {*files, constraints} if constraints.is_file() else set(files)
+    for file in sorted(covered):
         data = file.read_bytes()
         digest.update(f"{file.resolve().relative_to(root).as_posix()} {len(data)}\n".encode())
         digest.update(data)

@@ -48,7 +48,7 @@ def rebuild(rendered: str, resolve: Callable[[str], str]) -> tuple[str, list[Hea
             page.append(_code_cell(page, cell))
         page.append("\n")
     for attribute in ("href", "src"):
-        for tag in page.find_all(attrs={attribute: True}):
+        for tag in page.select(f"[{attribute}]"):
             tag[attribute] = resolve(str(tag[attribute]))
     return str(page), _headings(page)
 

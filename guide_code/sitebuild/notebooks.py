@@ -159,12 +159,20 @@ def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path, root: Path) ->
     limit = notebook.metadata.get("guide", {}).get("timeout", DEFAULT_TIMEOUT)
     if not isinstance(limit, (int, float)) or limit <= 0:
         raise NotebookError(f"{name}: the header's guide.timeout is {limit!r}; give a number of seconds above 0")
-    deadline = time.monotonic() + limit
+    if not any(cell.cell_type == "code" for cell in notebook.cells):
+        return  # prose only: no kernel is needed
+    deadline: list[float] = []
     current = [0]
+
+    def time_left(cell: NotebookNode) -> float:
+        if not deadline:  # the first cell: the start of the kernel does not count
+            deadline.append(time.monotonic() + limit)
+        return max(0.1, deadline[0] - time.monotonic())
+
     client = NotebookClient(
         notebook,
         km=AsyncKernelManager(kernel_spec_manager=_OwnInterpreter()),
-        timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
+        timeout_func=time_left,
         startup_timeout=max(60, int(limit)),
         record_timing=False,
         resources={"metadata": {"path": str(cwd)}},
@@ -177,7 +185,7 @@ def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path, root: Path) ->
     )
     paths = [str(root.resolve()), os.environ.get("PYTHONPATH", "")]
     try:
-        client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
+        client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
     except CellTimeoutError:
         raise NotebookError(
             f"{_where(notebook, name, current[0])} was running when the notebook's limit of {limit:g} s passed. "
