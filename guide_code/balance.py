@@ -310,7 +310,7 @@ def _loss(
     return loss if rule.per == "token" else loss / choices
 
 
-def _in_groups(rule: Convention, scores_TE, ids_TK, mask_T, group_size) -> tuple[Tensor, ...]:
+def _in_groups(rule: Convention, scores_TE, ids_TK, mask_T, group_size) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (G, S, E), ids (G, S, K) and which tokens count (G, S); one group where the rule has none."""
     scores_TE, valid_T = _valid_scores(scores_TE, mask_T)
     num_tokens = valid_T.shape[0]
@@ -318,7 +318,7 @@ def _in_groups(rule: Convention, scores_TE, ids_TK, mask_T, group_size) -> tuple
     if size < 1 or num_tokens % size:
         raise ValueError(f"group_size={size} must divide the {num_tokens} tokens")
     shape = (num_tokens // size, size)
-    return tuple(x.reshape(*shape, *x.shape[1:]) for x in (scores_TE, ids_TK, valid_T))
+    return scores_TE.reshape(*shape, scores_TE.shape[1]), ids_TK.reshape(*shape, ids_TK.shape[1]), valid_T.view(shape)
 
 
 def _group_counts(ids_GSK: Tensor, num_experts: int, valid_GS: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ PACKAGE = ROOT / "guide_code"
 LEAVES = [
     "routers",
     "balance",
+    "load_metrics",
+    "importance",
     "capacity",
     "experts/loop",
     "experts/grouped",
@@ -42,13 +44,18 @@ ORDER = [
 ]
 """A file may import files and folders above it, never below. A folder's own files may import one another."""
 
-COPY_SETS = {name: [name] for name in LEAVES} | {"balancer": ["balance", "balancer"]}
+COPY_SETS = {name: [name] for name in LEAVES} | {
+    "load_metrics": ["balance", "load_metrics"],
+    "balancer": ["balance", "load_metrics", "importance", "balancer"],
+}
 """What to copy into a package of your own to get a leaf."""
 
 EXPERTS_CALL = "(4, 8, 8)(torch.randn(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))"
 SMOKE = {
     "routers": "routers.TopKRouter(8, 4, 2)(torch.randn(3, 8))",
     "balance": "balance.load_balancing_loss(torch.rand(3, 4), torch.zeros(3, 1, dtype=torch.int64))",
+    "load_metrics": "load_metrics.load_entropy(torch.tensor([1, 2]))",
+    "importance": "importance.importance_loss(torch.rand(3, 1), torch.zeros(3, 1, dtype=torch.int64), 4)",
     "capacity": "capacity.expert_capacity(64, 8, 2, 1.25)",
     "experts/loop": f"loop.LoopExperts{EXPERTS_CALL}",
     "experts/grouped": f"grouped.GroupedExperts{EXPERTS_CALL}",
