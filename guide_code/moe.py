@@ -1,9 +1,10 @@
 """The MoE layer: a router, experts and, as wanted, a shared expert, a capacity and a balancer, each passed in.
 
-Shazeer et al. 2017 (arXiv:1701.06538), eq. 1; shared experts: DeepSeekMoE, Dai et al. 2024 (arXiv:2401.06066), eq. 9.
+Shazeer et al. 2017 (arXiv:1701.06538), eq. 1; shared experts: DeepSeekMoE, Dai et al. 2024 (arXiv:2401.06066), eq. 9;
+weight on the input: transformers ``models/llama4/modeling_llama4.py``, ``Llama4TextMoe``.
 Copy alone: needs torch only.
 
-B batch, S sequence, T = B*S tokens, D hidden size.
+B batch, S sequence, T = B*S tokens, D hidden size, K choices per token, N = T*K assignments.
 """
 
 from collections.abc import Callable
@@ -34,6 +35,8 @@ class MoE(nn.Module):
         capacity: from a ``Routing`` to one in which some assignments are dropped. It is applied in training
             only: dropping depends on the other tokens of the call, so decoding would not equal prefill.
         balancer: ``balancer(out_TD, routing, mask_T)`` injects the gradients of the balancing losses.
+        weight_on_input: multiply what goes into an expert by its weight, not what comes out (Llama-4). Experts are
+            not linear, so this is another function.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
         capacity: Callable[[Any], Any] | None = None,
         balancer: nn.Module | None = None,
+        weight_on_input: bool = False,
     ):
         super().__init__()
         self.router = router
@@ -50,6 +54,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.capacity = capacity
         self.balancer = balancer
+        self.weight_on_input = weight_on_input
 
     def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None, tokens_BS: Tensor | None = None) -> MoEOutput:
         """Route every token, compute its experts, add them up.
@@ -72,12 +77,19 @@ class MoE(nn.Module):
         valid_T = routing.scores.detach().isfinite().all(dim=-1)
         valid_T1 = (valid_T if mask_T is None else valid_T & mask_T)[:, None]
         x_TD = torch.where(valid_T1, x_TD, 0.0)
-        out_TD = self.experts(x_TD, kept.ids, kept.weights)
+        out_TD = (self._weigh_inputs if self.weight_on_input else self.experts)(x_TD, kept.ids, kept.weights)
         if self.shared is not None:
             out_TD = out_TD + torch.where(valid_T1, self.shared(x_TD), 0.0).to(out_TD.dtype)
         if self.balancer is not None:
             out_TD = self.balancer(out_TD, routing, mask_T)
         return MoEOutput(out_TD.view_as(x_BSD), routing, kept)
+
+    def _weigh_inputs(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """As many copies of a token as it has choices, each times its weight, each to one expert that counts fully."""
+        x_ND = (x_TD[:, None] * weights_TK[..., None]).to(x_TD.dtype).flatten(0, 1)
+        ids_N1 = ids_TK.flatten()[:, None]
+        y_ND = self.experts(x_ND, ids_N1, torch.ones_like(ids_N1, dtype=weights_TK.dtype))
+        return y_ND.unflatten(0, ids_TK.shape).sum(dim=1, dtype=weights_TK.dtype).to(x_TD.dtype)
 
 
 class DenseFeedForward(nn.Module):

@@ -1,4 +1,4 @@
-"""Routers: choose, for every token, the experts that will see it and how much each one counts.
+"""The default router: every token takes the experts that score best on it, and each counts by its score.
 
 Shazeer et al. 2017 (arXiv:1701.06538), eq. 3-5; Switch, Fedus et al. 2021 (arXiv:2101.03961), eq. 1-2;
 DeepSeek-V3 (arXiv:2412.19437), eq. 12-16.
@@ -20,8 +20,8 @@ GROUP_SCORES = ("top2_sum", "max")
 class Routing(NamedTuple):
     """The decision of a router. Slots that lead nowhere hold the id ``E`` (one past the last expert).
 
-    A slot leads nowhere when its token is padding, when it was dropped for lack of capacity, or when a score
-    of its token is not finite. Its weight is then exactly 0.
+    A slot leads nowhere when its token is padding, when it was dropped for lack of capacity, when a score of its
+    token is not finite, or when fewer experts than slots want the token. Its weight is then exactly 0.
     """
 
     weights: Tensor
@@ -45,6 +45,7 @@ def top_k_routing(
     top_k_groups: int = 1,
     group_score: str = "top2_sum",
     expert_bias_E: Tensor | None = None,
+    ids_TK: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> Routing:
     """Choose the ``top_k`` experts of every token.
@@ -65,34 +66,35 @@ def top_k_routing(
         group_score: a group's score: the sum of its two best ("top2_sum", DeepSeek-V3) or its best ("max", V2).
         expert_bias_E: added to the scores for the choice of groups and experts, never to the weights
             (Wang et al. 2024, arXiv:2408.15664).
+        ids_TK: experts chosen elsewhere (a table, a recording, a solved assignment), any number of slots per
+            token. They only get their weights here, so ``top_k``, groups and bias play no part. An id outside
+            [0, E) is an empty slot.
         mask_T: 1 or True where the token is real; bool, integer or float.
 
     Raises:
         ValueError: an argument is out of range; the message names it and its value.
     """
-    num_experts = _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, mask_T)
-    with _autocast_off(logits_TE):
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        finite_T = _score(logits_TE.detach(), score_fn).isfinite().all(dim=-1)
+    num_experts = _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, mask_T, ids_TK)
+    with autocast_off(logits_TE):
+        wide = torch.promote_types(logits_TE.dtype, torch.float32)
+        logits_TE = logits_TE.to(wide)
+        finite_T = expert_scores(logits_TE.detach(), score_fn).isfinite().all(dim=-1)
         # Clean before the softmax: behind a NaN score, a zero gradient times NaN is NaN.
-        scores_TE = _score(torch.where(finite_T[:, None], logits_TE, 0.0), score_fn)
+        scores_TE = expert_scores(torch.where(finite_T[:, None], logits_TE, 0.0), score_fn)
 
-        choice_TE = scores_TE.detach()
-        if expert_bias_E is not None:
-            choice_TE = choice_TE + expert_bias_E.to(choice_TE.dtype)
-        if num_groups > 1:
-            choice_TE = _keep_best_groups(choice_TE, num_groups, top_k_groups, group_score)
-        ids_TK = _lowest_id_top_k(choice_TE, top_k)
-
-        weights_TK = scores_TE.gather(-1, ids_TK)
-        if norm_topk_prob:
-            tiny = torch.finfo(weights_TK.dtype).tiny
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(tiny)
-        weights_TK = weights_TK * routed_scaling_factor
+        if ids_TK is None:
+            choice_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
+            if num_groups > 1:
+                choice_TE = _keep_best_groups(choice_TE, num_groups, top_k_groups, group_score)
+            ids_TK = lowest_id_top_k(choice_TE, top_k)
 
         valid_T = finite_T if mask_T is None else finite_T & mask_T.bool()
-        ids_TK = torch.where(valid_T[:, None], ids_TK, num_experts)
-        weights_TK = torch.where(valid_T[:, None], weights_TK, 0.0)
+        used_TK = valid_T[:, None] & (ids_TK >= 0) & (ids_TK < num_experts)
+        weights_TK = torch.where(used_TK, scores_TE.gather(-1, ids_TK.clamp(0, num_experts - 1)), 0.0)
+        if norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+        weights_TK = weights_TK * routed_scaling_factor
+        ids_TK = torch.where(used_TK, ids_TK, num_experts)
         scores_TE = torch.where(finite_T[:, None], scores_TE, torch.nan)
     return Routing(weights_TK, ids_TK, scores_TE, logits_TE)
 
@@ -152,8 +154,8 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, tokens_T: Tensor | None = None) -> Routing:
-        """Route tokens ``x_TD``; ``tokens_T`` (token ids) is for routers that hash them and is ignored here."""
-        with _autocast_off(x_TD):
+        """Route tokens ``x_TD``; ``tokens_T`` (their ids in the vocabulary) is for routers that hash them."""
+        with autocast_off(x_TD):
             # Rows that must not count are zeroed before the product: 0 x NaN would reach the weight's gradient.
             finite_T = x_TD.isfinite().all(dim=-1)
             usable_T = finite_T if mask_T is None else finite_T & mask_T.bool()
@@ -161,18 +163,25 @@ class TopKRouter(nn.Module):
             x_TD = torch.where(usable_T[:, None], x_TD, 0.0).to(wide)
             if self.training and self.jitter:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
-            bias = None if self.bias is None else self.bias.to(wide)
-            logits_TE = F.linear(x_TD, self.weight.to(wide), bias)
+            logits_TE = F.linear(x_TD, self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
             logits_TE = torch.where(finite_T[:, None], logits_TE, torch.nan)
-        return top_k_routing(logits_TE, self.top_k, expert_bias_E=self.expert_bias, mask_T=mask_T, **self.options)
+        choice = {"expert_bias_E": self.expert_bias, "ids_TK": self.choose(logits_TE.detach(), mask_T, tokens_T)}
+        return top_k_routing(logits_TE, self.top_k, mask_T=mask_T, **choice, **self.options)
+
+    def choose(self, logits_TE: Tensor, mask_T: Tensor | None, tokens_T: Tensor | None) -> Tensor | None:
+        """The experts of every token, (T, any K), where another rule than the best scores decides; None here.
+
+        Routers that choose otherwise override this and nothing else.
+        """
 
     def _apply(self, fn, recurse=True):
-        kept = self.expert_bias
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        if kept is not None and self.expert_bias is not None and self.expert_bias.dtype != kept.dtype:
-            # A cast to bfloat16 would swallow updates of 0.001: move the buffer, keep its precision.
-            moved = self.expert_bias
-            self.expert_bias = moved.to(kept.dtype) if kept.is_meta else kept.to(moved.device)
+        for name, kept in before.items():
+            moved = self._buffers[name]
+            if kept is not None and moved is not None and moved.dtype != kept.dtype:
+                # A cast to bfloat16 would swallow updates of 0.001: move the buffer, keep its precision.
+                self._buffers[name] = moved.to(kept.dtype) if kept.is_meta else kept.to(moved.device)
         return self
 
     def extra_repr(self) -> str:
@@ -180,11 +189,22 @@ class TopKRouter(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, {self.top_k}, {options}"
 
 
-def _autocast_off(x: Tensor) -> torch.autocast:
+def rejected_tokens(routing: Routing, mask_T: Tensor | None = None) -> Tensor:
+    """How many real tokens reached no expert because a score was not finite: a scalar, int64, on the device.
+
+    Anything above 0 means that something upstream overflowed or produced a NaN; report it.
+    """
+    rejected_T = routing.scores.detach()[:, 0].isnan()  # rejection fills the whole row
+    return (rejected_T if mask_T is None else rejected_T & mask_T.bool()).sum()
+
+
+def autocast_off(x: Tensor) -> torch.autocast:
+    """A context in which autocast narrows nothing on the device of ``x``."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # autocast knows no meta device
 
 
-def _score(logits_TE: Tensor, score_fn: str) -> Tensor:
+def expert_scores(logits_TE: Tensor, score_fn: str) -> Tensor:
+    """Scores (T, E) of logits: "softmax" over the experts, "sigmoid" or "sqrtsoftplus" of each."""
     if score_fn == "softmax":
         return logits_TE.softmax(dim=-1)
     if score_fn == "sigmoid":
@@ -199,16 +219,16 @@ def _keep_best_groups(choice_TE: Tensor, num_groups: int, top_k_groups: int, gro
     best = 2 if group_score == "top2_sum" else 1
     group_TG = choice_TGM.topk(min(best, choice_TGM.shape[-1]), dim=-1).values.sum(dim=-1)
     kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-    kept_TG.scatter_(-1, _lowest_id_top_k(group_TG, top_k_groups), True)
+    kept_TG.scatter_(-1, lowest_id_top_k(group_TG, top_k_groups), True)
     return choice_TGM.masked_fill(~kept_TG[..., None], -torch.inf).flatten(-2)
 
 
-def _lowest_id_top_k(values_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest per row, largest first, equal ones by id: a stable sort keeps them in order."""
+def lowest_id_top_k(values_TE: Tensor, k: int) -> Tensor:
+    """Ids (T, k) of the k largest of every row, largest first, equal ones by id: a stable sort keeps their order."""
     return torch.sort(values_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, mask_T) -> int:
+def _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, mask_T, ids_TK) -> int:
     if logits_TE.ndim != 2 or not logits_TE.is_floating_point():
         raise ValueError(
             f"logits must be floating point (tokens, experts), got {logits_TE.dtype} {tuple(logits_TE.shape)}"
@@ -234,5 +254,12 @@ def _check(logits_TE, top_k, score_fn, num_groups, top_k_groups, group_score, ma
         raise ValueError(
             f"mask has shape {tuple(mask_T.shape)} but there are {logits_TE.shape[0]} tokens; "
             "give one entry per token of this call (drop the columns of cached tokens)"
+        )
+    if ids_TK is not None and (
+        ids_TK.ndim != 2 or ids_TK.shape[0] != logits_TE.shape[0] or ids_TK.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"ids must be int64 (tokens, slots) for {logits_TE.shape[0]} tokens, "
+            f"got {ids_TK.dtype} {tuple(ids_TK.shape)}"
         )
     return num_experts

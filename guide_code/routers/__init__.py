@@ -1,0 +1,31 @@
+"""Routers: choose, for every token, the experts that will see it and how much each one counts.
+
+One file per rule, each with the same ``forward(x_TD, mask_T, tokens_T) -> Routing``. ``top_k`` is the one to read
+first, and the others need it beside them.
+"""
+
+from .expert_choice import ExpertChoiceRouter, expert_choice_routing
+from .hashed import HashRouter, hash_table
+from .quantile import QuantileRouter, quantile_bias
+from .replay import ReplayRouter, replay_routing
+from .sinkhorn import SinkhornRouter, sinkhorn_plan
+from .top_k import GROUP_SCORES, SCORE_FNS, Routing, TopKRouter, rejected_tokens, top_k_routing
+
+__all__ = [
+    "GROUP_SCORES",
+    "SCORE_FNS",
+    "ExpertChoiceRouter",
+    "HashRouter",
+    "QuantileRouter",
+    "ReplayRouter",
+    "Routing",
+    "SinkhornRouter",
+    "TopKRouter",
+    "expert_choice_routing",
+    "hash_table",
+    "quantile_bias",
+    "rejected_tokens",
+    "replay_routing",
+    "sinkhorn_plan",
+    "top_k_routing",
+]
