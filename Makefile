@@ -34,7 +34,8 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else f'Python 3.11 or newer is needed, but $(PYTHON) is {v}. Try: make PYTHON=python3.12')"
+	@echo "setting up .venv, once: a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[docs,hf,test]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt pip
+	$(BIN)/python -m pip install -qq --constraint constraints.txt torch --editable '.[docs,hf,test]'
 	@touch $@
