@@ -32,14 +32,15 @@ import torch
 from guide_code.balance import load_balancing_loss, max_violation
 from guide_code.build import build_model, build_moe, parameter_counts
 from guide_code.config import dense_twin, override
-from guide_code.corpus import CLASSES, load_corpus
+from guide_code.corpus import CLASSES, classify, load_corpus
 from guide_code.generate import stream
 from guide_code.presets import preset
 from guide_code.train import TrainConfig, train
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-plt.rcParams.update({"figure.figsize": (7, 3.6), "figure.dpi": 120, "axes.grid": True, "grid.alpha": 0.3})
+plt.rcParams.update({"figure.figsize": (7, 3.6), "figure.dpi": 120})
+plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3})
 colours = {"MoE": "#0072b2", "MoE, no balancing": "#d55e00", "dense": "#555555"}
 
 # %% [markdown]
@@ -69,8 +70,13 @@ print(scores_TE.numpy().round(2))
 weights_TK, ids_TK = scores_TE.topk(K, dim=-1)
 weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
 for token in range(T):
-    (first, second), (w1, w2) = ids_TK[token].tolist(), weights_TK[token].tolist()
-    print(f"token {token}: {w1:.2f} x expert {first} + {w2:.2f} x expert {second}")
+    (first, second), (w1, w2) = (
+        ids_TK[token].tolist(),
+        weights_TK[token].tolist(),
+    )
+    print(
+        f"token {token}: {w1:.2f} x expert {first} + {w2:.2f} x expert {second}"
+    )
 
 # %% [markdown]
 # **The experts** are ordinary feed-forward layers. An expert computes only the tokens that chose it, and its result is
@@ -78,16 +84,20 @@ for token in range(T):
 #
 # $$y_t = \sum_{i \in \mathrm{chosen}(t)} w_{t,i} \, \mathrm{expert}_i(x_t)$$
 
+
 # %%
-experts = [
-    torch.nn.Sequential(torch.nn.Linear(D, 16), torch.nn.SiLU(), torch.nn.Linear(16, D)).requires_grad_(False)
-    for _ in range(E)
-]
+def make_expert():
+    up, down = torch.nn.Linear(D, 16), torch.nn.Linear(16, D)
+    return torch.nn.Sequential(up, torch.nn.SiLU(), down).requires_grad_(False)
+
+
+experts = [make_expert() for _ in range(E)]
 y_TD = torch.zeros(T, D)
 for expert in range(E):
     tokens, slots = (ids_TK == expert).nonzero(as_tuple=True)
     print(f"expert {expert} computes {len(tokens)} tokens: {tokens.tolist()}")
-    y_TD[tokens] += weights_TK[tokens, slots, None] * experts[expert](x_TD[tokens])
+    weights = weights_TK[tokens, slots, None]
+    y_TD[tokens] += weights * experts[expert](x_TD[tokens])
 
 # %% [markdown]
 # That is the whole idea. The layer of this guide does the same, and adds what training needs: padding masks, exact
@@ -100,7 +110,8 @@ moe = build_moe(config.moe)
 print(moe)
 
 out, routing, _ = moe(torch.randn(1, 64, config.hidden_size))
-print("output", tuple(out.shape), "| chosen experts of the first token:", routing.ids[0].tolist())
+print("output", tuple(out.shape))
+print("experts of the first token:", routing.ids[0].tolist())
 
 # %% [markdown]
 # ## 2. Two models that cost the same
@@ -109,9 +120,10 @@ print("output", tuple(out.shape), "| chosen experts of the first token:", routin
 # 2 experts. Both multiply a token by the same number of parameters (but for the router, which is small).
 
 # %%
+off = {"load_balancing_coef": 0.0, "z_loss_coef": 0.0}
 models = {
     "MoE": config,
-    "MoE, no balancing": override(config, {"load_balancing_coef": 0.0, "z_loss_coef": 0.0}),
+    "MoE, no balancing": override(config, off),
     "dense": dense_twin(config),
 }
 for name, model_config in models.items():
@@ -127,9 +139,16 @@ for name, model_config in models.items():
 
 # %%
 corpus = load_corpus(vocab_size=config.vocab_size)
-print(f"{len(corpus.train.tokens):,} tokens to train on, {len(corpus.validation.tokens):,} to validate")
-tokens, classes = corpus.train.batch(1, 24, torch.Generator().manual_seed(4))
-print(" ".join(f"{corpus.decode(t[None])!r}:{CLASSES[c]}" for t, c in zip(tokens[0], classes[0], strict=True)))
+for name in ("train", "validation"):
+    print(f"{name:10} {len(getattr(corpus, name).tokens):9,} tokens")
+
+line = "def area(radius=1.0):  # of a disc"
+ids = corpus.encode(line)
+kinds, end = classify(line), 0
+for token in ids:
+    piece = corpus.decode(token[None])
+    end += len(piece)
+    print(f"{piece!r:10} {CLASSES[kinds[end - 1]]}")
 
 # %% [markdown]
 # ## 4. Training
@@ -140,14 +159,24 @@ print(" ".join(f"{corpus.decode(t[None])!r}:{CLASSES[c]}" for t, c in zip(tokens
 # of the losses that we compare.
 
 # %%
-run = TrainConfig(steps=500, batch_size=8, sequence_length=128, validate_every=50, validation_batches=8)
+run = TrainConfig(
+    steps=500,
+    batch_size=8,
+    sequence_length=128,
+    validate_every=50,
+    validation_batches=8,
+)
 trained, histories = {}, {}
 for name, model_config in models.items():
     torch.manual_seed(0)
     trained[name] = build_model(model_config).to(device)
     histories[name] = train(trained[name], corpus, run)
-    speed = sorted(step["tokens_per_second"] for step in histories[name])[run.steps // 2]
-    print(f"{name:18} validation loss {histories[name][-1]['validation_loss']:.3f}, {speed:9,.0f} tokens/s on {device}")
+    loss = histories[name][-1]["validation_loss"]
+    speeds = sorted(step["tokens_per_second"] for step in histories[name])
+    print(
+        f"{name:18} validation loss {loss:.3f}, "
+        f"{speeds[run.steps // 2]:,.0f} tokens/s on {device}"
+    )
 
 # %% [markdown]
 # ### What more parameters buy at the same work per token
@@ -155,20 +184,43 @@ for name, model_config in models.items():
 # %% alt="Line chart: validation loss in nats against training tokens for the balanced MoE, the MoE without balancing and the dense model."
 figure, axes = plt.subplots()
 for name, history in histories.items():
-    points = [(step["tokens"] / 1000, step["validation_loss"]) for step in history if "validation_loss" in step]
-    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colours[name], label=name)
-axes.set(xlabel="thousand training tokens", ylabel="validation loss (nats per token)")
+    points = [
+        (step["tokens"] / 1000, step["validation_loss"])
+        for step in history
+        if "validation_loss" in step
+    ]
+    axes.plot(
+        *zip(*points, strict=True),
+        marker="o",
+        markersize=3,
+        color=colours[name],
+        label=name,
+    )
+axes.set(
+    xlabel="thousand training tokens", ylabel="validation loss (nats per token)"
+)
 axes.legend()
 plt.show()
 
 # %%
-gain = histories["dense"][-1]["validation_loss"] - histories["MoE"][-1]["validation_loss"]
-verdict = "lower than the dense model's" if gain > 0 else "no lower than the dense model's in this run"
-print(f"After {histories['MoE'][-1]['tokens']:,} tokens the MoE's validation loss is {verdict}: {gain:+.3f} nats.")
-goal = histories["dense"][-1]["validation_loss"]
-reached = [step["tokens"] for step in histories["MoE"] if step.get("validation_loss", goal + 1) <= goal]
+dense = histories["dense"][-1]["validation_loss"]
+moe = histories["MoE"][-1]["validation_loss"]
+if moe < dense:
+    print(f"The MoE ends {dense - moe:.3f} nats below the dense model.")
+else:
+    print(
+        f"In this run the MoE ends {moe - dense:.3f} nats ABOVE the dense model."
+    )
+reached = [
+    step["tokens"]
+    for step in histories["MoE"]
+    if step.get("validation_loss", dense + 1) <= dense
+]
 if reached:
-    print(f"It had reached the dense model's final loss after {reached[0]:,} tokens.")
+    print(
+        f"It had reached the dense model's last loss by {reached[0]:,} tokens,"
+    )
+    print(f"of {histories['MoE'][-1]['tokens']:,}.")
 
 # %% [markdown]
 # The price is memory: all experts must be stored, though a token uses only two of them. And a step takes longer than the
@@ -184,9 +236,18 @@ if reached:
 # %% alt="Two heat maps of the share of assignments per expert over training steps: even with the balancing loss, a few busy experts without it."
 figure, panels = plt.subplots(1, 2, figsize=(7, 3.4), sharey=True)
 for axes, name in zip(panels, ("MoE", "MoE, no balancing"), strict=True):
-    counts = torch.tensor([step["counts"][-1] for step in histories[name]], dtype=torch.float32)
+    counts = torch.tensor(
+        [step["counts"][-1] for step in histories[name]], dtype=torch.float32
+    )
     shares = (counts / counts.sum(dim=1, keepdim=True)).T
-    image = axes.imshow(shares.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=0.25, interpolation="nearest")
+    image = axes.imshow(
+        shares.numpy(),
+        aspect="auto",
+        cmap="viridis",
+        vmin=0,
+        vmax=0.25,
+        interpolation="nearest",
+    )
     axes.set(title=name, xlabel="step")
     axes.grid(False)
 panels[0].set_ylabel("expert")
@@ -195,11 +256,14 @@ plt.show()
 
 # %%
 for name in ("MoE", "MoE, no balancing"):
-    counts_E = torch.tensor([step["counts"][-1] for step in histories[name][-50:]]).sum(dim=0)
+    last = [step["counts"][-1] for step in histories[name][-50:]]
+    counts_E = torch.tensor(last).sum(dim=0)
+    shares_E = counts_E / counts_E.sum()
+    print(f"{name}, last 50 steps:")
     print(
-        f"{name:18} last 50 steps: busiest expert {counts_E.max() / counts_E.sum():6.1%}, "
-        f"idlest {counts_E.min() / counts_E.sum():6.1%}, max violation {max_violation(counts_E):.2f}"
+        f"  busiest expert {shares_E.max():6.1%}, idlest {shares_E.min():6.1%}"
     )
+    print(f"  max violation  {max_violation(counts_E):6.2f}")
 
 # %% [markdown]
 # *Max violation* is how far the busiest expert is above its even share: 0 is perfect, 1 means twice the share. On one
@@ -213,7 +277,8 @@ for name in ("MoE", "MoE, no balancing"):
 tokens, _ = next(corpus.validation.windows(16, 128))
 for name in ("MoE", "MoE, no balancing"):
     routing = trained[name].eval()(tokens[:, :-1].to(device)).routings[-1]
-    print(f"{name:18} load-balancing loss {load_balancing_loss(routing.scores, routing.ids).item():.3f}")
+    loss = load_balancing_loss(routing.scores, routing.ids)
+    print(f"{name:18} load-balancing loss {loss.item():.3f}")
 
 # %% [markdown]
 # ### What an expert is for
@@ -227,17 +292,27 @@ with torch.no_grad():
     for tokens, classes in corpus.validation.windows(16, 128, limit=12):
         ids = trained["MoE"](tokens[:, :-1].to(device)).routings[-1].ids.cpu()
         kinds = classes[:, :-1].reshape(-1, 1).expand_as(ids)
-        counts.index_put_((kinds.flatten(), ids.flatten()), torch.ones(ids.numel()), accumulate=True)
+        counts.index_put_(
+            (kinds.flatten(), ids.flatten()),
+            torch.ones(ids.numel()),
+            accumulate=True,
+        )
 shown = [kind for kind in range(1, len(CLASSES)) if counts[kind].sum() > 100]
 shares = 100 * counts[shown] / counts[shown].sum(dim=1, keepdim=True)
 
 figure, axes = plt.subplots(figsize=(7, 3.6))
 axes.imshow(shares.numpy(), aspect="auto", cmap="viridis")
-for row, column in ((r, c) for r in range(len(shown)) for c in range(shares.shape[1]) if shares[r, c] >= 10):
-    colour = "white" if shares[row, column] < shares.max() / 2 else "black"
-    axes.text(column, row, f"{shares[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+for row, column in (shares >= 10).nonzero().tolist():
+    share = shares[row, column].item()
+    colour = "white" if share < shares.max() / 2 else "black"
+    axes.text(
+        column, row, f"{share:.0f}", color=colour, ha="center", va="center"
+    )
 axes.set(
-    xlabel="expert", xticks=range(shares.shape[1]), yticks=range(len(shown)), yticklabels=[CLASSES[k] for k in shown]
+    xlabel="expert",
+    xticks=range(shares.shape[1]),
+    yticks=range(len(shown)),
+    yticklabels=[CLASSES[k] for k in shown],
 )
 axes.grid(False)
 plt.show()
@@ -246,8 +321,9 @@ plt.show()
 everyone = 100 * counts.sum(dim=0) / counts.sum()
 for row, kind in enumerate(shown):
     expert = int((shares[row] / everyone).argmax())
+    times = shares[row, expert] / everyone[expert]
     print(
-        f"{CLASSES[kind]:12} is {shares[row, expert] / everyone[expert]:4.1f} times over-represented in expert {expert}"
+        f"{CLASSES[kind]:12} {times:4.1f} times its even share in expert {expert}"
     )
 
 # %% [markdown]
