@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from guide_code.attention import GroupedQueryAttention
+from guide_code.balance import CONVENTIONS
 from guide_code.balancer import Balancer
 from guide_code.capacity import apply_capacity, expert_capacity
 from guide_code.config import BACKENDS, ModelConfig, MoEConfig
@@ -17,11 +18,16 @@ from guide_code.routers import Routing, TopKRouter
 from guide_code.transformer import Block, Transformer
 
 
-def build_moe(config: MoEConfig) -> nn.Module:
+def build_moe(config: MoEConfig, *, num_layers: int | None = None) -> nn.Module:
     """An ``MoE`` layer, or with ``num_experts=1`` a dense feed-forward layer with the same interface.
 
+    Args:
+        config: the layer.
+        num_layers: layers of the model that it is for, over which some load-balancing conventions take the mean.
+
     Raises:
-        ValueError: the backend cannot run here; the message says why.
+        ValueError: the backend cannot run here, or the load-balancing convention lacks ``num_layers`` or cannot be
+            computed one layer at a time; the message says why.
     """
     style = {"activation": config.activation, "gated": config.gated, "bias": config.expert_biases}
     if config.num_experts == 1:
@@ -55,19 +61,26 @@ def build_moe(config: MoEConfig) -> nn.Module:
         coefs={"load_balancing": config.load_balancing_coef, "z_loss": config.z_loss_coef},
         convention=config.load_balancing_convention,
         expert_bias_rate=config.expert_bias_rate,
+        num_layers=num_layers,
     )
     return MoE(router, experts, shared, capacity, balancer)
 
 
 def build_model(config: ModelConfig) -> Transformer:
-    """A model with random weights: :func:`init_weights_` has them in one table."""
-    blocks = []
+    """A model with random weights: :func:`init_weights_` has them in one table.
+
+    Raises:
+        ValueError: as in :func:`build_moe`.
+    """
+    num_layers, blocks = config.num_layers, []
+    if config.moe is not None and CONVENTIONS[config.moe.load_balancing_convention].layers != "mean of all":
+        num_layers -= config.first_k_dense
     for layer in range(config.num_layers):
         attention = GroupedQueryAttention(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size)
         if config.moe is None or layer < config.first_k_dense:
             ffn = DenseFeedForward(FeedForward(config.hidden_size, config.intermediate_size))
         else:
-            ffn = build_moe(config.moe)
+            ffn = build_moe(config.moe, num_layers=num_layers)
         norms = [RMSNorm(config.hidden_size, config.norm_eps) for _ in range(2)]
         blocks.append(Block(attention, ffn, *norms))
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -34,7 +34,7 @@ class MoE(nn.Module):
         shared: a module that every token passes as well, (T, D) to (T, D).
         capacity: from a ``Routing`` to one in which some assignments are dropped. It is applied in training
             only: dropping depends on the other tokens of the call, so decoding would not equal prefill.
-        balancer: ``balancer(out_TD, routing, mask_T)`` injects the gradients of the balancing losses.
+        balancer: ``balancer(out_BSD, routing, mask_T)`` injects the gradients of the balancing losses.
         weight_on_input: multiply what goes into an expert by its weight, not what comes out (Llama-4). Experts are
             not linear, so this is another function.
     """
@@ -80,9 +80,10 @@ class MoE(nn.Module):
         out_TD = (self._weigh_inputs if self.weight_on_input else self.experts)(x_TD, kept.ids, kept.weights)
         if self.shared is not None:
             out_TD = out_TD + torch.where(valid_T1, self.shared(x_TD), 0.0).to(out_TD.dtype)
+        out_BSD = out_TD.view_as(x_BSD)
         if self.balancer is not None:
-            out_TD = self.balancer(out_TD, routing, mask_T)
-        return MoEOutput(out_TD.view_as(x_BSD), routing, kept)
+            out_BSD = self.balancer(out_BSD, routing, mask_T)
+        return MoEOutput(out_BSD, routing, kept)
 
     def _weigh_inputs(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """As many copies of a token as it has choices, each times its weight, each to one expert that counts fully."""
