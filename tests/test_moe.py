@@ -5,6 +5,7 @@ from torch import nn
 from guide_code.build import build_moe
 from guide_code.capacity import apply_capacity
 from guide_code.config import MoEConfig
+from guide_code.experts.grouped import GroupedExperts
 from guide_code.experts.loop import LoopExperts
 from guide_code.layers import FeedForward
 from guide_code.moe import MoE
@@ -167,3 +168,74 @@ def test_output_dtype_is_that_of_x_under_autocast(backend):
         assert moe(torch.randn(1, 3, 16)).out.dtype == torch.float32
         assert moe(torch.randn(1, 3, 16).bfloat16()).out.dtype == torch.bfloat16
     assert moe.bfloat16()(torch.randn(1, 3, 16).bfloat16()).out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", [LoopExperts, GroupedExperts], ids=lambda b: b.__name__)
+def test_weight_on_input_multiplies_what_goes_into_the_experts(backend):
+    """Llama-4. Each choice is one expert with weight 1 on a token times the weight; the oracle knows no more."""
+    router = TopKRouter(16, 4, 2, score_fn="sigmoid", norm_topk_prob=False)
+    moe = randomise_(MoE(router, backend(4, 16, 8, bias=True), weight_on_input=True))
+    x_BSD, mask_BS = torch.randn(2, 5, 16, requires_grad=True), torch.ones(2, 5)
+    mask_BS[0, 3:] = 0
+    cotangent_BSD = torch.randn(2, 5, 16)
+    out, routing, _ = moe(x_BSD, mask_BS)
+    inputs = (x_BSD, *moe.parameters())
+    actual = torch.autograd.grad(out, inputs, cotangent_BSD)
+
+    x_TD, experts, expected_TD = x_BSD.flatten(0, 1).double(), moe.experts, 0
+    weights_TK = moe.router(x_BSD.flatten(0, 1), mask_BS.flatten()).weights
+    for slot in range(2):
+        expected_TD = expected_TD + oracle_experts(
+            x_TD * weights_TK[:, slot, None].double(), routing.ids[:, slot, None], torch.ones(10, 1),
+            experts.gate_up_proj, experts.down_proj,
+            gate_up_proj_bias=experts.gate_up_proj_bias, down_proj_bias=experts.down_proj_bias,
+        )  # fmt: skip
+    assert relative_rms(out.flatten(0, 1), expected_TD) < 2e-6
+    assert (out[0, 3:] == 0).all()
+    expected = torch.autograd.grad(expected_TD, inputs, cotangent_BSD.flatten(0, 1).double())
+    for got, wanted in zip(actual, expected, strict=True):
+        assert relative_rms(got, wanted) < 4e-6
+    moe.weight_on_input = False
+    assert relative_rms(moe(x_BSD, mask_BS).out, out) > 0.1
+
+
+def test_weight_on_input_keeps_dtypes_and_drops():
+    options = {"weight_on_input": True, "capacity": lambda routing: apply_capacity(routing, 1)}
+    moe = MoE(TopKRouter(16, 4, 2), GroupedExperts(4, 16, 8), **options).bfloat16()
+    out = moe(torch.randn(1, 9, 16).bfloat16())
+    assert out.out.dtype == torch.bfloat16
+    lost = (out.kept.ids == 4).all(dim=1)
+    assert lost.any() and (out.out[0, lost] == 0).all() and (out.out[0, ~lost] != 0).any()
+    assert moe(torch.randn(1, 0, 16).bfloat16()).out.shape == (1, 0, 16)
+
+
+def test_combining_adds_up_in_float32_and_float16_does_not_overflow_inside():
+    """known_failures D-04."""
+
+    def linear_experts(outputs, dtype):
+        """Experts without a gate that return constants: relu(x) is 1, one weight each."""
+        experts = LoopExperts(len(outputs), 1, 1, activation="relu", gated=False).to(dtype)
+        nn.init.ones_(experts.up_proj)
+        experts.down_proj.data.copy_(torch.tensor(outputs).view(-1, 1, 1))
+        return experts
+
+    three = linear_experts([1000.0, 2000.0, 3000.0], torch.bfloat16)
+    out = three(torch.ones(1, 1).bfloat16(), torch.tensor([[0, 1, 2]]), torch.tensor([[0.1, 0.2, 0.7]]))
+    assert out.item() == torch.tensor(2600.0).bfloat16().item()
+    big = linear_experts([300.0], torch.float16)
+    big.up_proj.data.fill_(256.0)
+    out = big(torch.ones(1, 1).half(), torch.tensor([[0]]), torch.tensor([[0.25]]))
+    assert out.item() == 19_200.0
+
+
+def test_autocast_with_narrow_or_wide_weights_gives_nearly_the_same():
+    """known_failures D-03."""
+    moe = make_moe()
+    x_BSD = torch.randn(2, 6, 16)
+    exact = moe(x_BSD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wide = moe(x_BSD)
+        narrow = moe.bfloat16()(x_BSD)
+    assert wide.out.dtype == narrow.out.dtype == torch.float32
+    assert torch.equal(wide.routing.ids, exact.routing.ids)  # the router narrows nothing
+    assert relative_rms(wide.out, exact.out) < 1.5e-2 and relative_rms(narrow.out, exact.out) < 5e-2

@@ -9,7 +9,7 @@ from .hashed import HashRouter, hash_table
 from .quantile import QuantileRouter, quantile_bias
 from .replay import ReplayRouter, replay_routing
 from .sinkhorn import SinkhornRouter, sinkhorn_plan
-from .top_k import GROUP_SCORES, SCORE_FNS, Routing, TopKRouter, rejected_tokens, top_k_routing
+from .top_k import GROUP_SCORES, SCORE_FNS, Routing, TopKRouter, top_k_routing
 
 __all__ = [
     "GROUP_SCORES",
@@ -24,7 +24,6 @@ __all__ = [
     "expert_choice_routing",
     "hash_table",
     "quantile_bias",
-    "rejected_tokens",
     "replay_routing",
     "sinkhorn_plan",
     "top_k_routing",

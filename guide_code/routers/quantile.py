@@ -16,7 +16,7 @@ from .top_k import TopKRouter, expert_scores
 
 
 def quantile_bias(scores_TE: Tensor, top_k: int, bias_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """The bias under which every expert would beat exactly T * top_k / E tokens' cutoffs, with mean 0.
+    """The bias under which every expert would beat T * top_k / E tokens' cutoffs, or fewer where they tie; mean 0.
 
     A token's cutoff is its (top_k + 1)-th largest biased score: what an expert must exceed to be chosen. The bias of
     an expert is minus the quantile of its margins (score - cutoff) that leaves that many tokens above. Cutoffs are

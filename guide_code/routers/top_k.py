@@ -189,15 +189,6 @@ class TopKRouter(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, {self.top_k}, {options}"
 
 
-def rejected_tokens(routing: Routing, mask_T: Tensor | None = None) -> Tensor:
-    """How many real tokens reached no expert because a score was not finite: a scalar, int64, on the device.
-
-    Anything above 0 means that something upstream overflowed or produced a NaN; report it.
-    """
-    rejected_T = routing.scores.detach()[:, 0].isnan()  # rejection fills the whole row
-    return (rejected_T if mask_T is None else rejected_T & mask_T.bool()).sum()
-
-
 def autocast_off(x: Tensor) -> torch.autocast:
     """A context in which autocast narrows nothing on the device of ``x``."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # autocast knows no meta device

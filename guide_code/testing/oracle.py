@@ -83,6 +83,44 @@ def oracle_routing(
     return all_weights, all_ids, all_scores
 
 
+def oracle_expert_choice(logits_TE: Tensor, capacity: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Weights and ids of every token in plain Python, E slots each (Zhou et al. 2022, arXiv:2202.09368, eq. 1)."""
+    _, _, scores = oracle_routing(logits_TE, 1)
+    num_experts = logits_TE.shape[1]
+    chosen_by: list[list[tuple[float, int]]] = [[] for _ in scores]
+    for expert in range(num_experts):
+        best = sorted((-row[expert], token) for token, row in enumerate(scores))
+        for value, token in best[:capacity]:
+            chosen_by[token].append((value, expert))
+    all_weights, all_ids = [], []
+    for choices in chosen_by:
+        empty = num_experts - len(choices)
+        all_weights.append([-value for value, _ in sorted(choices)] + [0.0] * empty)
+        all_ids.append([expert for _, expert in sorted(choices)] + [num_experts] * empty)
+    return all_weights, all_ids
+
+
+def oracle_kept(
+    ids: list[list[int]], weights: list[list[float]], num_experts: int, capacity: int, *, priority: str
+) -> list[list[bool]]:
+    """Which assignments find a slot when they come to the experts one after the other (GShard, section 2.2)."""
+    places = [(token, slot) for token, row in enumerate(ids) for slot in range(len(row))]
+    if priority == "arrival":
+        places.sort(key=lambda place: (place[1], place[0]))
+    elif priority == "probability":
+        places.sort(key=lambda place: -weights[place[0]][place[1]])
+    else:
+        assert priority == "tokens"
+    used = [0] * num_experts
+    kept = [[False] * len(row) for row in ids]
+    for token, slot in places:
+        expert = ids[token][slot]
+        if 0 <= expert < num_experts and used[expert] < capacity:
+            used[expert] += 1
+            kept[token][slot] = True
+    return kept
+
+
 def oracle_load_balancing_loss(scores, ids, num_experts: int, *, convention: str) -> float:
     """E times the sum over experts of (fraction of assignments) x (mean share of the score); K times that for "hf".
 

@@ -2,8 +2,11 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from guide_code.balance import expert_counts
 from guide_code.routers import TopKRouter, top_k_routing
 from guide_code.testing.oracle import oracle_routing
 
@@ -207,3 +210,115 @@ def test_expert_bias_keeps_float32_under_every_cast():
         meta = TopKRouter(8, 4, 2, use_expert_bias=True)
     assert meta.bfloat16().expert_bias.dtype == torch.float32
     assert meta.to_empty(device="cpu").expert_bias.dtype == torch.float32
+
+
+@st.composite
+def problems(draw):
+    """Logits on a coarse grid, so that ties are common, with options that fit them."""
+    num_groups, per_group = draw(st.sampled_from([(1, 1), (1, 5), (2, 3), (3, 2), (4, 4)]))
+    num_experts, num_tokens = num_groups * per_group, draw(st.integers(0, 9))
+    top_k_groups = draw(st.integers(1, num_groups))
+    top_k = draw(st.integers(1, top_k_groups * per_group))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits_TE = torch.randint(-6, 7, (num_tokens, num_experts), generator=generator).double() / 2
+    bias_E = torch.randint(-3, 4, (num_experts,), generator=generator).double() / 8
+    options = {
+        "score_fn": draw(st.sampled_from(["softmax", "sigmoid", "sqrtsoftplus"])),
+        "norm_topk_prob": draw(st.booleans()),
+        "num_groups": num_groups,
+        "top_k_groups": top_k_groups,
+        "group_score": draw(st.sampled_from(["top2_sum", "max"])),
+    }
+    return logits_TE, top_k, bias_E, options, generator
+
+
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@few
+@given(problems())
+def test_permuting_tokens_permutes_rows(problem):
+    logits_TE, top_k, bias_E, options, generator = problem
+    order_T = torch.randperm(len(logits_TE), generator=generator)
+    routing = top_k_routing(logits_TE, top_k, expert_bias_E=bias_E, **options)
+    permuted = top_k_routing(logits_TE[order_T], top_k, expert_bias_E=bias_E, **options)
+    for actual, expected in zip(permuted, routing, strict=True):
+        assert torch.equal(actual, expected[order_T])
+
+
+@few
+@given(problems())
+def test_permuting_experts_permutes_ids_and_weights(problem):
+    """Without ties, which follow the id by design; groups move as wholes, and experts within them."""
+    logits_TE, top_k, bias_E, options, generator = problem
+    logits_TE = logits_TE + torch.rand(logits_TE.shape, generator=generator, dtype=torch.float64)
+    num_groups = options["num_groups"]
+    order_GM = torch.arange(logits_TE.shape[1]).view(num_groups, -1)[torch.randperm(num_groups, generator=generator)]
+    order_E = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in order_GM]).flatten()
+    routing = top_k_routing(logits_TE, top_k, expert_bias_E=bias_E, **options)
+    permuted = top_k_routing(logits_TE[:, order_E], top_k, expert_bias_E=bias_E[order_E], **options)
+    assert torch.equal(order_E[permuted.ids], routing.ids)
+    torch.testing.assert_close(permuted.weights, routing.weights)
+    torch.testing.assert_close(permuted.scores, routing.scores[:, order_E])
+
+
+@few
+@given(problems(), st.floats(-50, 50))
+def test_adding_a_constant_to_a_softmax_row_changes_nothing(problem, constant):
+    logits_TE, top_k, bias_E, options, _ = problem
+    options["score_fn"] = "softmax"
+    routing = top_k_routing(logits_TE, top_k, expert_bias_E=bias_E, **options)
+    shifted = top_k_routing(logits_TE + round(constant), top_k, expert_bias_E=bias_E, **options)
+    assert torch.equal(shifted.ids, routing.ids)
+    torch.testing.assert_close(shifted.weights, routing.weights)
+
+
+@few
+@given(problems())
+def test_counts_sum_to_valid_tokens_times_top_k(problem):
+    logits_TE, top_k, bias_E, options, generator = problem
+    mask_T = torch.randint(0, 2, (len(logits_TE),), generator=generator)
+    routing = top_k_routing(logits_TE, top_k, expert_bias_E=bias_E, mask_T=mask_T, **options)
+    assert expert_counts(routing.ids, logits_TE.shape[1]).sum() == mask_T.sum() * top_k
+    assert all(len(set(row)) == top_k for row in routing.ids[mask_T.bool()].tolist())
+
+
+@few
+@given(problems())
+def test_any_problem_equals_the_oracle(problem):
+    logits_TE, top_k, bias_E, options, _ = problem
+    routing = top_k_routing(logits_TE, top_k, expert_bias_E=bias_E, **options)
+    weights, ids, _ = oracle_routing(logits_TE, top_k, expert_bias_E=bias_E, **options)
+    if options["score_fn"] != "softmax":  # sums of exponentials round differently there and break ties
+        assert routing.ids.tolist() == ids
+    torch.testing.assert_close(
+        routing.weights.sort(dim=1).values, torch.tensor(weights, dtype=torch.float64).view(-1, top_k).sort(1).values
+    ) if routing.ids.tolist() == ids else None
+
+
+def test_top_k_then_sigmoid_is_sigmoid_then_top_k():
+    """Llama-4 takes the sigmoid of the best logits: no other order of experts, and no sum to divide by."""
+    logits_TE = torch.randn(50, 16, dtype=torch.float64)
+    best = logits_TE.topk(4)
+    routing = top_k_routing(logits_TE, 4, score_fn="sigmoid", norm_topk_prob=False)
+    assert torch.equal(routing.ids, best.indices)
+    torch.testing.assert_close(routing.weights, best.values.sigmoid())
+
+
+def test_given_ids_get_the_weights_they_would_have_had_by_choice():
+    logits_TE = torch.randn(20, 8)
+    chosen = top_k_routing(logits_TE, 3, score_fn="sigmoid", routed_scaling_factor=2.5)
+    given_ids = top_k_routing(logits_TE, 1, score_fn="sigmoid", routed_scaling_factor=2.5, ids_TK=chosen.ids)
+    assert torch.equal(given_ids.weights, chosen.weights) and torch.equal(given_ids.ids, chosen.ids)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_given_ids_pass_gradcheck_with_empty_slots_and_an_empty_row(norm_topk_prob):
+    logits_TE = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    ids_TK = torch.tensor([[0, 5, 3], [5, 5, 5], [4, 1, 2], [-1, 2, 9]])
+
+    def run(logits_TE):
+        return top_k_routing(logits_TE, 1, norm_topk_prob=norm_topk_prob, ids_TK=ids_TK).weights
+
+    assert torch.autograd.gradcheck(run, logits_TE)
+    assert top_k_routing(logits_TE, 1, ids_TK=ids_TK).ids.tolist() == [[0, 5, 3], [5, 5, 5], [4, 1, 2], [5, 2, 5]]
