@@ -121,11 +121,15 @@ class Balancer(nn.Module):
     def step(self, router: nn.Module) -> None:
         """Call once after each optimizer step: moves ``router.expert_bias``, then clears the statistics.
 
+        A router that moves its own bias, by a method ``step``, is told to.
         The counts of the finished step stay readable as ``last_counts`` (E,), its rejected tokens as ``last_rejected``.
         """
         if self.expert_bias_rate:
             bias_E = router.get_buffer("expert_bias")
             update_expert_bias_(bias_E, self.counts, self.expert_bias_rate, centred=self.centred_bias)
+        own_step = getattr(router, "step", None)
+        if own_step is not None:
+            own_step()
         self.last_counts, self.last_rejected = self.counts.clone(), self.rejected.clone()
         self.reset()
 

@@ -11,10 +11,19 @@ from guide_code.balancer import Balancer
 from guide_code.capacity import apply_capacity, expert_capacity
 from guide_code.config import BACKENDS, ModelConfig, MoEConfig
 from guide_code.experts.grouped import GroupedExperts
+from guide_code.experts.identity import IdentityExperts
 from guide_code.experts.loop import LoopExperts
 from guide_code.layers import FeedForward, RMSNorm, RotaryEmbedding
 from guide_code.moe import DenseFeedForward, MoE
-from guide_code.routers import Routing, TopKRouter
+from guide_code.routers import (
+    ExpertChoiceRouter,
+    HashRouter,
+    QuantileRouter,
+    Routing,
+    SinkhornRouter,
+    TopKRouter,
+    hash_table,
+)
 from guide_code.transformer import Block, Transformer
 
 
@@ -37,33 +46,50 @@ def build_moe(config: MoEConfig, *, num_layers: int | None = None) -> nn.Module:
     if config.num_shared_experts:
         width = config.num_shared_experts * config.moe_intermediate_size
         shared = FeedForward(config.hidden_size, width, **style)
-    router = TopKRouter(
-        config.hidden_size,
-        config.num_experts,
-        config.top_k,
-        bias=config.router_bias,
-        jitter=config.router_jitter,
-        use_expert_bias=config.use_expert_bias or config.expert_bias_rate > 0,
-        score_fn=config.score_fn,
-        norm_topk_prob=config.norm_topk_prob,
-        routed_scaling_factor=config.routed_scaling_factor,
-        num_groups=config.num_groups,
-        top_k_groups=config.top_k_groups,
-        group_score=config.group_score,
-    )
     experts_class = LoopExperts if config.backend == "loop" else GroupedExperts
     experts = experts_class(config.num_experts, config.hidden_size, config.moe_intermediate_size, **style)
+    if config.num_identity_experts:
+        experts = IdentityExperts(experts, config.num_identity_experts)
     capacity = None
     if config.capacity_factor is not None:
-        capacity = functools.partial(_drop_beyond, capacity_factor=config.capacity_factor)
+        capacity = functools.partial(_drop_beyond, config=config)
     balancer = Balancer(
-        config.num_experts,
+        config.num_experts + config.num_identity_experts,
         coefs={"load_balancing": config.load_balancing_coef, "z_loss": config.z_loss_coef},
         convention=config.load_balancing_convention,
         expert_bias_rate=config.expert_bias_rate,
         num_layers=num_layers,
     )
-    return MoE(router, experts, shared, capacity, balancer)
+    return MoE(_build_router(config), experts, shared, capacity, balancer, config.weight_on_input)
+
+
+def _build_router(config: MoEConfig) -> TopKRouter:
+    sizes = config.hidden_size, config.num_experts + config.num_identity_experts
+    options = {
+        "bias": config.router_bias,
+        "jitter": config.router_jitter,
+        "score_fn": config.score_fn,
+        "norm_topk_prob": config.norm_topk_prob,
+        "routed_scaling_factor": config.routed_scaling_factor,
+    }
+    if config.router == "expert_choice":
+        return ExpertChoiceRouter(*sizes, config.top_k, **options)
+    if config.router == "hash":
+        assert config.vocab_size is not None
+        return HashRouter(*sizes, hash_table(config.vocab_size, config.num_experts, config.top_k), **options)
+    if config.router == "sinkhorn":
+        return SinkhornRouter(*sizes, config.top_k, **options)
+    if config.router == "quantile":
+        return QuantileRouter(*sizes, config.top_k, **options)
+    return TopKRouter(
+        *sizes,
+        config.top_k,
+        use_expert_bias=config.use_expert_bias or config.expert_bias_rate > 0,
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
+        **options,
+    )
 
 
 def build_model(config: ModelConfig) -> Transformer:
@@ -138,7 +164,13 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     return total, total - idle
 
 
-def _drop_beyond(routing: Routing, *, capacity_factor: float) -> Routing:
+def _drop_beyond(routing: Routing, *, config: MoEConfig) -> Routing:
     num_tokens, top_k = routing.ids.shape
-    capacity = expert_capacity(num_tokens, routing.scores.shape[1], top_k, capacity_factor)
-    return apply_capacity(routing, capacity)
+    assert config.capacity_factor is not None
+    return apply_capacity(
+        routing,
+        expert_capacity(num_tokens, routing.scores.shape[1], top_k, config.capacity_factor),
+        priority=config.capacity_priority,
+        renormalize=config.capacity_renormalize,
+        num_identity=config.num_identity_experts,
+    )

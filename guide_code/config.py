@@ -10,10 +10,12 @@ import typing
 from dataclasses import dataclass
 
 from guide_code.balance import CONVENTIONS
+from guide_code.capacity import PRIORITIES
 from guide_code.routers import GROUP_SCORES, SCORE_FNS
 
 BACKENDS = ("loop", "grouped")
 ACTIVATIONS = ("gelu", "relu", "silu")
+ROUTERS = ("top_k", "expert_choice", "hash", "sinkhorn", "quantile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,10 @@ class MoEConfig:
     num_experts: int
     """Number E of routed experts; 1 means a plain dense feed-forward layer."""
     top_k: int
-    """Experts per token."""
+    """Experts per token; on average when ``router="expert_choice"``."""
+    router: str = "top_k"
+    """How experts are chosen: one of ``ROUTERS``, see ``guide_code.routers``. Zhou et al. take "expert_choice", and
+    Megatron-LM "sinkhorn", with ``norm_topk_prob=False``."""
     score_fn: str = "softmax"
     norm_topk_prob: bool = True
     """Whether the weights of a token sum to 1 (before scaling)."""
@@ -49,8 +54,18 @@ class MoEConfig:
     """Step of that bias per optimizer step (DeepSeek-V3: 0.001)."""
     num_shared_experts: int = 0
     """Shared experts of width I each, computed as one feed-forward layer."""
+    num_identity_experts: int = 0
+    """Choices beyond the E experts that give the token back (``zero_expert_num`` of LongCat-Flash)."""
+    weight_on_input: bool = False
+    """Multiply the inputs of experts by the weights, not their outputs (Llama-4)."""
+    vocab_size: int | None = None
+    """Token ids that a hash router has a row for; needed there only."""
     capacity_factor: float | None = None
     """Slack over an even load in training; None drops nothing."""
+    capacity_priority: str = "arrival"
+    """Who is dropped last: one of ``PRIORITIES``, see ``guide_code.capacity``."""
+    capacity_renormalize: bool = False
+    """Whether the weights that survive a drop are divided by their sum."""
     load_balancing_coef: float = 0.0
     load_balancing_convention: str = "megatron"
     z_loss_coef: float = 0.0
@@ -62,14 +77,19 @@ class MoEConfig:
 
     def __post_init__(self):
         _at_least(self, 1, "hidden_size", "moe_intermediate_size", "num_experts", "top_k", "num_groups")
-        _at_least(self, 0, "num_shared_experts", "expert_bias_rate", "load_balancing_coef", "z_loss_coef")
+        _at_least(self, 0, "num_shared_experts", "num_identity_experts")
+        _at_least(self, 0, "expert_bias_rate", "load_balancing_coef", "z_loss_coef")
         _one_of(self, "score_fn", SCORE_FNS)
         _one_of(self, "group_score", GROUP_SCORES)
         _one_of(self, "load_balancing_convention", CONVENTIONS)
         _one_of(self, "activation", ACTIVATIONS)
         _one_of(self, "backend", ("auto", *BACKENDS))
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
+        _one_of(self, "capacity_priority", PRIORITIES)
+        _one_of(self, "router", ROUTERS)
+        self._check_router()
+        if self.top_k > self.num_experts + self.num_identity_experts:
+            with_identity = f" + num_identity_experts={self.num_identity_experts}" * (self.num_identity_experts > 0)
+            raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}{with_identity}")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_groups={self.num_groups} must divide num_experts={self.num_experts}")
         if not 1 <= self.top_k_groups <= self.num_groups:
@@ -83,6 +103,32 @@ class MoEConfig:
             raise ValueError(f"router_jitter={self.router_jitter} must be in [0, 1)")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise ValueError(f"capacity_factor={self.capacity_factor} must be above 0, or None to drop nothing")
+
+    def _check_router(self):
+        """Refuse what would have no effect with this router, or an effect that nobody means."""
+        router = f"router={self.router!r}"
+        if self.router == "top_k" and self.num_identity_experts == 0:
+            return
+        if self.num_identity_experts and (self.router != "top_k" or self.num_groups > 1 or self.num_experts == 1):
+            raise ValueError(
+                f"num_identity_experts={self.num_identity_experts} needs router='top_k', num_groups=1 and several "
+                f"experts, got {router}, num_groups={self.num_groups}, num_experts={self.num_experts}"
+            )
+        if self.num_groups > 1:
+            raise ValueError(f"num_groups={self.num_groups} needs router='top_k', got {router}: it knows no groups")
+        if self.router != "top_k" and (self.use_expert_bias or self.expert_bias_rate):
+            raise ValueError(
+                f"use_expert_bias={self.use_expert_bias} and expert_bias_rate={self.expert_bias_rate} need "
+                f"router='top_k', got {router}: it has no bias, or moves its own"
+            )
+        if self.router in ("expert_choice", "hash") and self.load_balancing_coef:
+            raise ValueError(f"load_balancing_coef={self.load_balancing_coef} cannot change the load of {router}")
+        if self.router == "expert_choice" and self.capacity_factor is not None:
+            raise ValueError(f"capacity_factor={self.capacity_factor}: {router} never overfills an expert")
+        if self.router == "hash" and self.vocab_size is None:
+            raise ValueError(f"vocab_size=None: {router} needs the number of token ids")
+        if self.router == "quantile" and self.top_k >= self.num_experts > 1:
+            raise ValueError(f"top_k={self.top_k} must be below num_experts={self.num_experts} with {router}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +169,11 @@ class ModelConfig:
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} differs from moe.hidden_size={self.moe.hidden_size}; "
+                "set both, as override() does"
+            )
+        if self.moe is not None and self.moe.router == "hash" and self.moe.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} differs from moe.vocab_size={self.moe.vocab_size}; "
                 "set both, as override() does"
             )
 

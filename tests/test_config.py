@@ -5,10 +5,18 @@ import pytest
 import torch
 
 from guide_code.build import available_backends, build_model, build_moe, parameter_counts
-from guide_code.config import BACKENDS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
+from guide_code.config import BACKENDS, ROUTERS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
 from guide_code.moe import DenseFeedForward, MoE
 from guide_code.presets import PRESETS, preset, small, tiny
+from guide_code.routers import ExpertChoiceRouter, HashRouter, QuantileRouter, SinkhornRouter, TopKRouter
 
+ROUTER_CLASSES = {
+    "top_k": TopKRouter,
+    "expert_choice": ExpertChoiceRouter,
+    "hash": HashRouter,
+    "sinkhorn": SinkhornRouter,
+    "quantile": QuantileRouter,
+}
 MOE = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 8, "top_k": 2}
 
 
@@ -61,6 +69,51 @@ def test_every_backend_is_reported_and_gives_the_same():
         torch.testing.assert_close(out, outs[0])
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_trains_and_generates_in_a_model(router):
+    changes = {"router": router, "load_balancing_coef": 0.0, "vocab_size": 64, "z_loss_coef": 0.01}
+    model = build_model(override(tiny(), changes))
+    assert {type(block.ffn.router) for block in model.blocks} == {ROUTER_CLASSES[router]}
+    tokens_BS, mask_BS = torch.randint(0, 64, (2, 12)), torch.ones(2, 12)
+    mask_BS[0, :4] = 0
+    logits_BSV = model(tokens_BS, mask_BS=mask_BS).logits
+    logits_BSV.backward(torch.randn_like(logits_BSV))
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert model.generate(tokens_BS, 3).shape == (2, 15)
+    assert parameter_counts(model)[1] < parameter_counts(model)[0]
+
+
+def test_a_hash_router_needs_the_vocabulary_of_its_model():
+    config = override(tiny(), {"load_balancing_coef": 0.0, "vocab_size": 64})
+    moe = dataclasses.replace(config.moe, router="hash")
+    with pytest.raises(ValueError, match=r"vocab_size=65 differs from moe\.vocab_size=64"):
+        dataclasses.replace(config, moe=moe, vocab_size=65)
+
+
+def test_identity_experts_are_built_counted_and_never_dropped():
+    config = MoEConfig(**MOE, num_identity_experts=4, capacity_factor=0.5, weight_on_input=True)
+    moe = build_moe(config)
+    assert moe.weight_on_input and moe.router.num_experts == 12 and moe.experts.num_experts == 8
+    out = moe(torch.randn(4, 16, 16))
+    identity_TK = (out.routing.ids >= 8) & (out.routing.ids < 12)
+    assert identity_TK.any() and torch.equal(out.kept.ids[identity_TK], out.routing.ids[identity_TK])
+    assert (out.kept.ids == 12).any()
+    assert moe.balancer.counts.shape == (12,) and moe.balancer.counts.sum() == 64 * 2
+
+
+def test_capacity_options_reach_the_drop():
+    x_BSD = torch.randn(4, 16, 16)
+    kept = {}
+    for options in ({}, {"capacity_priority": "probability"}, {"capacity_renormalize": True}):
+        torch.manual_seed(3)
+        kept[str(options)] = build_moe(MoEConfig(**MOE, capacity_factor=0.5, **options))(x_BSD).kept
+    plain, by_weight, renormalised = kept.values()
+    assert not torch.equal(plain.ids, by_weight.ids) and torch.equal(plain.ids, renormalised.ids)
+    totals_T = renormalised.weights.sum(dim=1)
+    torch.testing.assert_close(totals_T, (renormalised.ids < 8).any(dim=1).to(totals_T))
+    assert ((plain.weights.sum(dim=1) > 0) & (plain.weights.sum(dim=1) < 0.99)).any()
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -76,6 +129,23 @@ def test_every_backend_is_reported_and_gives_the_same():
         ({"router_jitter": 1.5}, "router_jitter=1.5"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),
         ({"z_loss_coef": -1.0}, "z_loss_coef=-1.0 must be at least 0"),
+        ({"router": "expert_choise"}, "router='expert_choise' must be one of .*did you mean expert_choice"),
+        ({"capacity_priority": "fifo"}, "capacity_priority='fifo' must be one of"),
+        ({"num_identity_experts": -1}, "num_identity_experts=-1 must be at least 0"),
+        ({"num_identity_experts": 2, "top_k": 11}, r"top_k=11 exceeds num_experts=8 \+ num_identity_experts=2"),
+        (
+            {"num_identity_experts": 8, "num_groups": 2, "top_k_groups": 2},
+            "num_identity_experts=8 needs .*num_groups=2",
+        ),
+        ({"num_identity_experts": 2, "router": "sinkhorn"}, "num_identity_experts=2 needs router='top_k'"),
+        ({"num_identity_experts": 2, "num_experts": 1}, "num_identity_experts=2 needs .*num_experts=1"),
+        ({"router": "sinkhorn", "num_groups": 2, "top_k_groups": 2}, "num_groups=2 needs router='top_k'"),
+        ({"router": "quantile", "expert_bias_rate": 0.1}, "expert_bias_rate=0.1 need router='top_k'"),
+        ({"router": "hash", "vocab_size": 9, "load_balancing_coef": 0.1}, "load_balancing_coef=0.1 cannot change"),
+        ({"router": "expert_choice", "load_balancing_coef": 0.1}, "load_balancing_coef=0.1 cannot change"),
+        ({"router": "expert_choice", "capacity_factor": 1.0}, "capacity_factor=1.0: router='expert_choice' never"),
+        ({"router": "hash"}, "vocab_size=None: router='hash' needs the number of token ids"),
+        ({"router": "quantile", "top_k": 8}, "top_k=8 must be below num_experts=8"),
     ],
 )
 def test_bad_moe_fields_are_named_with_their_values(fields, words):
