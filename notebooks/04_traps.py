@@ -77,13 +77,13 @@ print(f"0.001 in transformers pushes like {same:.2e} in Megatron-LM")
 # ## 3. Counting first choices only
 #
 # Several losses count only the first of a token's K choices. Here the second choice is always expert 3. The loss is
-# content; expert 3 has half of all assignments.
+# content (below 1!); expert 3 has half of all assignments.
 
 # %%
 first = torch.arange(32) % 3
 ids_TK = torch.stack([first, torch.full((32,), 3)], dim=1)
-scores_TE = F.one_hot(first, 4) * 0.45 + 0.1
-scores_TE[:, 3] += 0.15
+scores_TE = torch.full((32, 4), 0.075)
+scores_TE.scatter_(1, ids_TK, torch.tensor([0.45, 0.4]).expand(32, 2))
 counts_E = expert_counts(ids_TK, 4)
 for name in ("gshard", "megatron"):
     loss = load_balancing_loss(scores_TE, ids_TK, convention=name)
