@@ -24,6 +24,12 @@ def generate(context: typer.Context) -> None:
     _call(context)
 
 
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def conventions(context: typer.Context) -> None:
+    """Compare the load-balancing conventions: values, directions, and coefficients of equal pressure."""
+    _call(context)
+
+
 def _call(context: typer.Context) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
     entry = importlib.import_module(f"guide_code.{context.info_name}")

@@ -38,6 +38,7 @@ ORDER = [
     "config",
     "presets",
     "build",
+    "conventions",
     "corpus",
     "checkpoint",
     "testing",

@@ -15,11 +15,13 @@ def test_help_lists_the_commands_without_importing_torch():
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "train" in done.stdout and "generate" in done.stdout
+    assert all(name in done.stdout for name in ("train", "generate", "conventions"))
     assert done.stdout.strip().endswith("False"), done.stderr
 
 
-@pytest.mark.parametrize(("command", "option"), [("train", "--preset"), ("generate", "--prompt")])
+@pytest.mark.parametrize(
+    ("command", "option"), [("train", "--preset"), ("generate", "--prompt"), ("conventions", "--preset")]
+)
 def test_commands_have_their_own_help(command, option, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     result = CliRunner().invoke(app, [command, "--help"])
