@@ -60,12 +60,21 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def markdown(self, code: Sequence[str] = ("convention",)) -> str:
-        """A table for a page, without its title. Columns named in ``code`` are set as code, numbers to the right."""
+    def grouped(self) -> "Table":
+        """The same table with one row where rows differ in their name only."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name, *values in self.rows:
+            names.setdefault(tuple(values), []).append(name)
+        return Table(self.title, self.columns, tuple((", ".join(n), *values) for values, n in names.items()))
+
+    def markdown(self) -> str:
+        """A table for a page, without its title: conventions as code that does not break, numbers to the right."""
         numeric = [all(row[i][:1].isdigit() for row in self.rows) for i in range(len(self.columns))]
         lines = [self.columns, ["--:" if number else "---" for number in numeric]]
-        for row in self.rows:
-            lines.append([f"`{cell}`" if name in code else cell for name, cell in zip(self.columns, row, strict=True)])
+        for first, *rest in self.rows:
+            if self.columns[0] == "convention":
+                first = ", ".join(f'`{name}`{{ style="white-space: nowrap" }}' for name in first.split(", "))
+            lines.append([first, *rest])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -107,9 +116,14 @@ def definitions() -> Table:
         counts = {"all": "all", "first": "the first", "kept": "the first, if kept"}[rule.counts]
         over = {"global": "f: larger batch, P: batch", "sequence": "each sequence", "group": "each group"}
         value = "K" if rule.per == "token" else "1"
-        rows.append((name, counts, over.get(rule.over, "the batch"), value, rule.layers, rule.source))
-    columns = ("convention", "choices counted", "over", "balanced", "layers", "source")
+        rows.append((name, counts, over.get(rule.over, "the batch"), value, rule.layers))
+    columns = ("convention", "choices counted", "over", "balanced", "layers")
     return Table("Conventions", columns, tuple(rows))
+
+
+def sources() -> Table:
+    """Where each convention is from."""
+    return Table("Sources", ("convention", "source"), tuple((name, r.source) for name, r in CONVENTIONS.items()))
 
 
 def layer_values() -> Table:
@@ -284,7 +298,8 @@ def main(
     console = Console()
     try:
         tables = [coefficients([name])] if name is not None else [
-            definitions(), layer_values(), model_values(), angles(), coefficients(), z_values()
+            definitions(),
+                sources(), layer_values(), model_values(), angles(), coefficients(), z_values()
         ]  # fmt: skip
     except ValueError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)

@@ -151,14 +151,16 @@ def test_scenarios_are_what_they_are_called():
     assert torch.equal(skewed_logits(), skewed_logits()) and not torch.equal(skewed_logits(1), skewed_logits())
 
 
-def test_markdown_aligns_numbers_and_marks_names():
-    table = Table("t", ("convention", "value", "layers"), (("hf", "2.0", "sum"), ("tutel", "1.0", "mean of all")))
-    assert table.markdown().splitlines() == [
+def test_markdown_groups_equal_rows_aligns_numbers_and_marks_names():
+    rows = (("hf", "2.0", "sum"), ("tutel", "1.0", "mean of all"), ("fastmoe", "1.0", "mean of all"))
+    code = '{ style="white-space: nowrap" }'
+    assert Table("t", ("convention", "value", "layers"), rows).grouped().markdown().splitlines() == [
         "| convention | value | layers |",
         "| --- | --: | --- |",
-        "| `hf` | 2.0 | sum |",
-        "| `tutel` | 1.0 | mean of all |",
+        f"| `hf`{code} | 2.0 | sum |",
+        f"| `tutel`{code}, `fastmoe`{code} | 1.0 | mean of all |",
     ]
+    assert Table("t", ("model",), (("a",),)).markdown().splitlines()[-1] == "| a |"
 
 
 def test_the_command_prints_every_table(monkeypatch):
