@@ -53,6 +53,7 @@ _LOW_CONTRAST = """() => {
     const style = getComputedStyle(element)
     let alpha = 1
     for (let e = element; e; e = e.parentElement) alpha *= parseFloat(getComputedStyle(e).opacity)
+    if (alpha < 0.1) continue // fading in or out
     const background = behind(element)
     const [r, g, b, a] = parse(style.color)
     const ink = over([r, g, b, a * alpha], background)
@@ -65,6 +66,10 @@ _LOW_CONTRAST = """() => {
   }
   return [...new Set(found)]
 }"""
+
+_CALM = """() => Promise.all(document.getAnimations()
+  .filter((animation) => Number.isFinite(animation.effect.getComputedTiming().endTime))
+  .map((animation) => animation.finished.catch(() => {})))"""
 
 _RAW_LATEX = r"""() => {
   const pattern = /\$[^$\n]+\$|\\[(\[]|\\(sum|frac|mathrm|text|cdot|in|begin|left|operatorname)\b/
@@ -149,6 +154,14 @@ class Visit:
         self.page.goto(self.address + path, wait_until="load")
         return self.settle()
 
+    def switch(self, palette: str) -> "Visit":
+        """Changes the system's palette, which an open page follows."""
+        self.page.emulate_media(color_scheme=palette)
+        scheme = {"light": "default", "dark": "slate"}[palette]
+        if self.page.url != "about:blank":
+            self.page.wait_for_selector(f"body[data-md-color-scheme={scheme}]")
+        return self
+
     def settle(self) -> "Visit":
         """Waits for mathematics after a load, a click or a change of palette."""
         self.page.wait_for_function(
@@ -161,6 +174,7 @@ class Visit:
     def problems(self) -> list[str]:
         """What is wrong with the open page, for a reader on a desk and on a phone."""
         page = self.page
+        page.evaluate(_CALM)
         found = [f"low contrast: {text}" for text in page.evaluate(_LOW_CONTRAST)]
         found += [f"raw LaTeX: {text}" for text in page.evaluate(_RAW_LATEX)]
         found += page.evaluate(_BAD_IMAGES)

@@ -72,8 +72,7 @@ def build_site(
 
 def _render(root: Path, site: Path, prepared: Prepared, offline: bool) -> str:
     """Runs MkDocs; returns the public address of the site."""
-    changes = {"use_directory_urls": False} if offline else {}
-    config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True, **changes)
+    config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True)
     config.extra["prepared"] = prepared
     if offline:
         make_offline(config)

@@ -8,7 +8,8 @@ _WORKER = "assets/javascripts/iframe-worker.js"
 
 
 def make_offline(config: MkDocsConfig) -> None:
-    """Changes the configuration: no instant navigation, which fetches pages, and a stand-in for workers."""
+    """Changes the configuration: links to files and not folders, no navigation by fetching, no workers."""
+    config.use_directory_urls = False
     features = [name for name in config.theme["features"] if not name.startswith("navigation.instant")]
     config.theme["features"] = features
     config.extra["polyfills"] = [*config.extra.get("polyfills", []), _WORKER]

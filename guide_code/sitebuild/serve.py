@@ -1,5 +1,6 @@
 """Preview with live reload. Every rebuild is a fresh process, so that no imported module is ever stale."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,9 +26,10 @@ def serve_site(root: Path, *, port: int, execute: bool, say: Callable[[str], Non
         site = Path(name) / "site"
         command = [sys.executable, "-m", "guide_code.sitebuild", "build", "--into", str(site)]
         command += [] if execute else ["--allow-stale"]
+        environment = os.environ | {"GUIDE_SITE_URL": f"http://127.0.0.1:{port}/"}
 
         def build() -> None:
-            if subprocess.run(command, cwd=root).returncode and not site.is_dir():
+            if subprocess.run(command, cwd=root, env=environment).returncode and not site.is_dir():
                 raise SystemExit("the first build failed; see above")
 
         build()

@@ -28,8 +28,8 @@
   }
 
   const typeset = async () => {
-    // Titles with mathematics appear again in the navigation, as plain text.
-    const titles = [...document.querySelectorAll(".md-nav .md-ellipsis, .md-header__topic .md-ellipsis")]
+    // Titles with mathematics appear again in header, navigation and footer, as plain text.
+    const titles = [...document.querySelectorAll(".md-ellipsis")]
     const elements = [
       ...document.querySelectorAll(".arithmatex, .nb-math"),
       ...titles.filter((title) => /\\\(|\$[^$]+\$/.test(title.textContent)),
