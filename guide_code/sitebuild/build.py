@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # Material prints a notice on import; our pins settle the matter
-
 from mkdocs.commands.build import build as mkdocs_build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort, MkDocsException
@@ -72,6 +70,9 @@ def build_site(
 
 def _render(root: Path, site: Path, prepared: Prepared, offline: bool) -> str:
     """Runs MkDocs; returns the public address of the site."""
+    os.environ.setdefault(
+        "NO_MKDOCS_2_WARNING", "1"
+    )  # Material prints a notice when loaded; our pins settle the matter
     config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True)
     config.extra["prepared"] = prepared
     if offline:
