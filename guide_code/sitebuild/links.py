@@ -1,10 +1,11 @@
 """Checks the built site: every link and file resolves, and nothing is loaded from another host."""
 
+import posixpath
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urlsplit
 
 _LOADED_LINK_RELS = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch"}
 _CSS_URL = re.compile(r"url\(\s*[\"']?([^\"')]+)[\"']?\s*\)|@import\s+[\"']([^\"']+)[\"']")
@@ -54,48 +55,40 @@ def check_site(site: Path, site_url: str = "") -> list[str]:
         site: The folder of the built site.
         site_url: The site's public address; absolute links below it count as links into the site.
     """
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
+    pages: dict[str, _Page] = {}
+    for name in sorted(files):
+        if name.endswith(".html"):
+            pages[name] = _Page()
+            pages[name].feed((site / name).read_text(encoding="utf-8"))
+    references = [(name, url, True) for name, page in pages.items() for url in page.loads]
+    references += [(name, url, False) for name, page in pages.items() for url in page.links]
+    for name in files:
+        if name.endswith(".css"):
+            references += [(name, url, True) for url in _css_urls((site / name).read_text(encoding="utf-8"))]
+    problems = (_problem(where, url, loaded, site_url, files, pages) for where, url, loaded in set(references))
+    return sorted(problem for problem in problems if problem)
+
+
+def _problem(where: str, url: str, loaded: bool, site_url: str, files: set[str], pages: dict[str, _Page]) -> str | None:
     base_path = urlsplit(site_url).path.rstrip("/")
-    pages: dict[Path, _Page] = {}
-    for path in sorted(site.rglob("*.html")):
-        pages[path] = _Page()
-        pages[path].feed(path.read_text(encoding="utf-8"))
-    problems = []
-    for path, page in pages.items():
-        where = path.relative_to(site).as_posix()
-        for url in page.loads:
-            problems += _problem(where, url, site, base_path, site_url, pages, loaded=True)
-        for url in page.links:
-            problems += _problem(where, url, site, base_path, site_url, pages, loaded=False)
-    for path in sorted(site.rglob("*.css")):
-        where = path.relative_to(site).as_posix()
-        for url in _css_urls(path.read_text(encoding="utf-8")):
-            problems += _problem(where, url, site, base_path, site_url, pages, loaded=True)
-    return sorted(set(problems))
-
-
-def _problem(
-    where: str, url: str, site: Path, base_path: str, site_url: str, pages: dict[Path, _Page], *, loaded: bool
-) -> list[str]:
     if site_url and url.startswith(site_url):
         url = base_path + "/" + url[len(site_url) :].lstrip("/")
     parts = urlsplit(url)
     if parts.scheme == "data" or (parts.scheme in ("mailto", "javascript") and not loaded):
-        return []
+        return None
     if parts.scheme or parts.netloc:
         if parts.scheme in ("http", "https") and not loaded:
-            return []
-        return [f"{where}: {url} is loaded from another host" if loaded else f"{where}: odd link {url}"]
+            return None
+        return f"{where}: {url} is loaded from another host" if loaded else f"{where}: odd link {url}"
     if not url and loaded:
-        return [f"{where}: an empty address is loaded"]
-    target = unquote(urljoin(f"/{where}", parts.path)) if parts.path else f"/{where}"
-    if parts.path.startswith("/"):
-        target = target.removeprefix(base_path)
-    file = site / target.lstrip("/")
-    if file.is_dir():
-        file = file / "index.html"
-    if not file.resolve().is_relative_to(site.resolve()) or not file.is_file():
-        return [f"{where}: {url} does not exist"]
+        return f"{where}: an empty address is loaded"
+    path = parts.path.removeprefix(base_path) if parts.path.startswith("/") else parts.path
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(where), unquote(path)) if path else where).lstrip("/")
+    file = target if target in files else posixpath.join("" if target == "." else target, "index.html")
+    if file not in files:
+        return f"{where}: {url} does not exist"
     fragment = unquote(parts.fragment)
     if fragment and file in pages and fragment not in pages[file].anchors and not fragment.startswith(":~:"):
-        return [f"{where}: {url} names a place #{fragment} that the page does not have"]
-    return []
+        return f"{where}: {url} names a place #{fragment} that the page does not have"
+    return None
