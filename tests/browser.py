@@ -141,7 +141,8 @@ class Visit:
 
     def __init__(self, browser, address: str, palette: str, width: int = 1280):
         self.address, self.errors = address, []
-        self.context = browser.new_context(color_scheme=palette, viewport={"width": width, "height": 900})
+        self.size = {"width": width, "height": 900}
+        self.context = browser.new_context(color_scheme=palette, viewport=self.size)
         self.page = self.context.new_page()
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.errors.append(f"script error: {error}"))
@@ -171,20 +172,20 @@ class Visit:
         )
         return self
 
-    def problems(self) -> list[str]:
-        """What is wrong with the open page, for a reader on a desk and on a phone."""
+    def problems(self, *, phone: bool = True) -> list[str]:
+        """What is wrong with the open page, for a reader at a desk and, if wanted, with a phone."""
         page = self.page
         page.evaluate(_CALM)
         found = [f"low contrast: {text}" for text in page.evaluate(_LOW_CONTRAST)]
         found += [f"raw LaTeX: {text}" for text in page.evaluate(_RAW_LATEX)]
         found += page.evaluate(_BAD_IMAGES)
-        size = page.viewport_size
-        page.set_viewport_size({"width": 360, "height": 740})
-        wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
-        if wide > 0:
-            found.append(f"{wide} pixels too wide for a phone")
-        found += [f"on a phone, {text}" for text in page.evaluate(_BAD_IMAGES)]
-        page.set_viewport_size(size)
+        if phone:
+            page.set_viewport_size({"width": 360, "height": 740})
+            wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+            if wide > 0:
+                found.append(f"{wide} pixels too wide for a phone")
+            found += [f"on a phone, {text}" for text in page.evaluate(_BAD_IMAGES)]
+            page.set_viewport_size(self.size)
         found += self.errors
         self.errors = []
         return found

@@ -51,7 +51,7 @@ def expert_choice_routing(
         score_fn=score_fn,
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=routed_scaling_factor,
-        ids_TK=_choices_of_experts(*_valid_scores(logits_TE, score_fn, mask_T), capacity),
+        ids_TK=_choices_of_experts(_valid_scores(logits_TE, score_fn, mask_T)[0], capacity),
         mask_T=mask_T,
     )
 
@@ -79,7 +79,7 @@ class ExpertChoiceRouter(TopKRouter):
         """The experts that chose each token, (T, E)."""
         scores_TE, valid_T = _valid_scores(logits_TE, self.options["score_fn"], mask_T)
         capacity = -(-valid_T.sum() * self.top_k // self.num_experts)
-        return _choices_of_experts(scores_TE, valid_T, capacity)
+        return _choices_of_experts(scores_TE, capacity)
 
 
 def _valid_scores(logits_TE: Tensor, score_fn: str, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -93,13 +93,16 @@ def _valid_scores(logits_TE: Tensor, score_fn: str, mask_T: Tensor | None) -> tu
     return torch.where(valid_T[:, None], scores_TE, -torch.inf), valid_T
 
 
-def _choices_of_experts(scores_TE: Tensor, valid_T: Tensor, capacity: int | Tensor) -> Tensor:
-    """For every token the experts that chose it, best first, then the sentinel."""
+def _choices_of_experts(scores_TE: Tensor, capacity: int | Tensor) -> Tensor:
+    """For every token the experts that chose it, best first, then the sentinel.
+
+    Tokens with -inf come last; those that are chosen all the same are rejected with their whole row later.
+    """
     num_tokens, num_experts = scores_TE.shape
     order_TE = scores_TE.sort(dim=0, descending=True, stable=True).indices  # row r: the r-th choice of every expert
     taken_T = torch.arange(num_tokens, device=order_TE.device) < capacity
     chosen_TE = torch.zeros_like(order_TE, dtype=torch.bool)
-    chosen_TE = chosen_TE.scatter(0, order_TE, taken_T[:, None].expand_as(order_TE)) & valid_T[:, None]
+    chosen_TE = chosen_TE.scatter(0, order_TE, taken_T[:, None].expand_as(order_TE))
     ids_TE = torch.arange(num_experts, device=order_TE.device).expand_as(order_TE)
     best_TE = torch.where(chosen_TE, scores_TE, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     return torch.where(chosen_TE, ids_TE, num_experts).gather(-1, best_TE)

@@ -35,9 +35,9 @@ def sinkhorn_plan(logits_TE: Tensor, mask_T: Tensor | None = None, *, num_iterat
     if mask_T is not None:
         valid_T = valid_T & mask_T.bool()
     log_TE = torch.where(valid_T[:, None], logits_TE, -torch.inf)
-    log_tokens, lowest = valid_T.sum().clamp_min(1).log(), torch.finfo(log_TE.dtype).min
+    lowest = torch.finfo(log_TE.dtype).min
     for _ in range(num_iterations):
-        rows_T1 = log_TE.logsumexp(dim=1, keepdim=True) + log_tokens
+        rows_T1 = log_TE.logsumexp(dim=1, keepdim=True)  # the 1/T comes with the columns
         log_TE = log_TE - rows_T1.clamp_min(lowest)  # minus infinity from minus infinity would be NaN
         columns_1E = log_TE.logsumexp(dim=0, keepdim=True) + math.log(log_TE.shape[1])
         log_TE = log_TE - columns_1E.clamp_min(lowest)

@@ -24,6 +24,16 @@ def test_passes_gradcheck():
     )
 
 
+def test_weights_may_be_normalised_and_scaled():
+    logits_TE = torch.randn(9, 4)
+    plain = expert_choice_routing(logits_TE, 4)
+    routing = expert_choice_routing(logits_TE, 4, norm_topk_prob=True, routed_scaling_factor=2.5)
+    total_T1 = plain.weights.sum(dim=1, keepdim=True)
+    expected_TE = torch.where(total_T1 > 0, 2.5 * plain.weights / total_T1.clamp_min(1e-9), 0.0)
+    torch.testing.assert_close(routing.weights, expected_TE)
+    assert torch.equal(routing.ids, plain.ids) and (total_T1 > 0).any()
+
+
 def test_padding_and_bad_rows_are_never_chosen_and_the_capacity_is_clamped_to_the_others():
     logits_TE = torch.randn(6, 3)
     logits_TE[1] = 50.0  # padding that would win everywhere

@@ -65,6 +65,12 @@ def test_empty_slots_stay_empty_and_the_others_share_the_weight():
     assert router.weight.grad.isfinite().all()
 
 
+def test_padding_of_this_run_reaches_no_expert_whatever_was_recorded():
+    ids_TK = torch.tensor([[1, 2], [3, 4]])
+    replayed = ReplayRouter(TopKRouter(16, 8, 2), ids_TK)(torch.randn(2, 16), torch.tensor([1, 0]))
+    assert replayed.ids.tolist() == [[1, 2], [8, 8]] and (replayed.weights[1] == 0).all()
+
+
 def test_a_model_replays_another_run_and_routes_by_itself_afterwards():
     config = dataclasses.replace(override(tiny(), {"num_layers": 3, "router_jitter": 0.3}), first_k_dense=1)
     model = build_model(config)
