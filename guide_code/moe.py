@@ -90,7 +90,7 @@ class MoE(nn.Module):
         x_ND = (x_TD[:, None] * weights_TK[..., None]).to(x_TD.dtype).flatten(0, 1)
         ids_N1 = ids_TK.flatten()[:, None]
         y_ND = self.experts(x_ND, ids_N1, torch.ones_like(ids_N1, dtype=weights_TK.dtype))
-        return y_ND.unflatten(0, ids_TK.shape).sum(dim=1, dtype=weights_TK.dtype).to(x_TD.dtype)
+        return y_ND.unflatten(0, ids_TK.shape).sum(dim=1).to(x_TD.dtype)
 
 
 class DenseFeedForward(nn.Module):
