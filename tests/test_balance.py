@@ -174,6 +174,13 @@ def test_tiny_sigmoid_scores_cannot_cheat():
         assert loss.item() == pytest.approx(1.0) and logits_TE.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e-30])
+def test_the_size_of_scores_neither_hides_nor_excuses_imbalance(scale):
+    scores_TE = torch.tensor([[0.7, 0.2, 0.1]] * 4)
+    ids_TK = torch.tensor([[0]] * 4)
+    assert load_balancing_loss(scale * scores_TE, ids_TK).item() == pytest.approx(3 * 0.7)
+
+
 def test_pooling_over_layers_hides_layers_that_collapse_apart():
     """known_failures A-02: 1.5 and 1.5 per layer, 1.0 pooled. Both are there, by name."""
     layers = [

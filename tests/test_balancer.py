@@ -164,6 +164,16 @@ def test_every_loss_by_name_injects_its_own_gradient():
         torch.testing.assert_close(gradients(moe)["router.weight"], 0.7 * wanted, msg=name)
 
 
+def test_the_mask_holds_for_every_loss_even_if_the_router_ignored_it():
+    router, x_TD = TopKRouter(8, 4, 2), torch.randn(9, 8)
+    options = {"coefs": dict.fromkeys(LOSSES, 0.0), "noise_std": 0.5, "group_size": 3}
+    masked, alone = Balancer(4, **options), Balancer(4, **options)
+    masked(x_TD, router(x_TD), torch.tensor([1] * 6 + [0] * 3))
+    alone(x_TD[:6], router(x_TD[:6]))
+    torch.testing.assert_close(masked.losses(), alone.losses())
+    assert torch.equal(masked.counts, alone.counts) and masked.counts.sum() == 12
+
+
 def test_global_counts_are_those_of_the_micro_batches_so_far():
     moe = make_moe(coefs={"load_balancing": 1.0}, convention="megatron_global")
     for _ in range(2):  # and start anew with every step

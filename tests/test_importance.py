@@ -70,6 +70,11 @@ def test_load_leaves_out_padding_and_bad_rows():
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert logits_TE.grad.isfinite().all() and (logits_TE.grad[4:] == 0).all()
+    std_TE = torch.ones(6, 4)
+    std_TE[4:] = 0.0  # nothing to divide by where nothing counts
+    std_TE.requires_grad_()
+    load_loss(logits_TE.detach(), noisy_TE, std_TE, 2, torch.tensor([1, 1, 1, 1, 0, 1])).backward()
+    assert std_TE.grad.isfinite().all() and (std_TE.grad[:4] != 0).any() and (std_TE.grad[4:] == 0).all()
 
 
 def test_both_pass_gradcheck():
