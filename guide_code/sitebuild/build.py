@@ -70,9 +70,7 @@ def build_site(
 
 def _render(root: Path, site: Path, prepared: Prepared, offline: bool) -> str:
     """Runs MkDocs; returns the public address of the site."""
-    os.environ.setdefault(
-        "NO_MKDOCS_2_WARNING", "1"
-    )  # Material prints it when loaded; our pins settle the matter
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # Material prints it when loaded; our pins settle the matter
     config = load_config(str(root / "mkdocs.yml"), site_dir=str(site), strict=True)
     config.extra["prepared"] = prepared
     if offline:

@@ -30,6 +30,7 @@ def mount_notebook(executed: Executed, workspace: Path) -> list[Mounted]:
     folder.mkdir(parents=True, exist_ok=True)
     page = workspace / "tutorials" / f"{stem}.ipynb"
     page.parent.mkdir(parents=True, exist_ok=True)
+    _join_streams(notebook)
     images = _take_images(notebook, stem, folder)
     notebook.metadata["guide"]["stale"] = executed.stale
     nbformat.write(notebook, page)
@@ -38,6 +39,20 @@ def mount_notebook(executed: Executed, workspace: Path) -> list[Mounted]:
         Mounted(f"{download_uri(stem)}.py", executed.source),
     ]
     return [Mounted(f"tutorials/{stem}.ipynb", page, page=True), *images, *downloads]
+
+
+def _join_streams(notebook: NotebookNode) -> None:
+    """Makes one block of what a cell printed in several messages: their borders depend on timing alone."""
+    for cell in notebook.cells:
+        joined: list[NotebookNode] = []
+        for output in cell.get("outputs", []):
+            before = joined[-1] if joined else None
+            if output.output_type == "stream" and before is not None and before.get("name") == output.name:
+                before.text += output.text
+            else:
+                joined.append(output)
+        if "outputs" in cell:
+            cell.outputs = joined
 
 
 def download_uri(stem: str) -> str:
