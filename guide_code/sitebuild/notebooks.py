@@ -175,6 +175,7 @@ def run_notebook(notebook: NotebookNode, name: str, *, cwd: Path, root: Path) ->
         timeout_func=time_left,
         startup_timeout=max(60, int(limit)),
         record_timing=False,
+        shutdown_kernel="immediate",
         resources={"metadata": {"path": str(cwd)}},
         on_cell_execute=lambda cell, cell_index: current.__setitem__(0, cell_index),
         extra_arguments=[
