@@ -7,6 +7,7 @@ from pathlib import Path
 from guide_code.sitebuild.mounted import Mounted
 
 API_URI = "reference/api"
+_TOOLS = ("figures", "sitebuild")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,18 @@ def public_modules(package: Path) -> list[Module]:
     return modules
 
 
+def _page(module: Module) -> str:
+    """What builds the site is described, but neither listed in full nor found when a reader searches for MoE words."""
+    short = module.name.partition(".")[2]
+    tool = short.split(".")[0] in _TOOLS
+    header = f"---\ntitle: {short}\n" + ("search:\n  exclude: true\n" if tool else "") + "---\n"
+    options = "    options:\n      show_source: false\n" if tool else ""
+    return f"{header}\n# `{module.name}`\n\n::: {module.name}\n{options}"
+
+
 def _reading_order(path: Path) -> tuple:
     """The layer and the model first, then what tests them, then what builds the site."""
-    last = ("testing", "figures", "sitebuild")
+    last = ("testing", *_TOOLS)
     return last.index(path.parts[0]) + 1 if path.parts[0] in last else 0, path.parts
 
 
@@ -60,8 +70,7 @@ def write_api_pages(package: Path, workspace: Path) -> list[Mounted]:
     modules = public_modules(package)
     pages = {"index": _index(modules)}
     for module in modules:
-        short = module.name.partition(".")[2]
-        pages[module.name] = f"---\ntitle: {short}\n---\n\n# `{module.name}`\n\n::: {module.name}\n"
+        pages[module.name] = _page(module)
     mounted = []
     for stem, text in pages.items():
         path = workspace / "api" / f"{stem}.md"
