@@ -9,9 +9,10 @@ from guide_code.sitebuild.build import build_site
 
 def built_where_it_is_served(root, folder, say):
     """Builds for the address at which the site is served: instant navigation compares addresses, ports included."""
-    with served(folder) as address, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GUIDE_SITE_URL", address)
-        build_site(root, into=folder, say=say)
+    with served(folder) as address:
+        with pytest.MonkeyPatch.context() as patch:  # for the build alone: other tests look at the address too
+            patch.setenv("GUIDE_SITE_URL", address)
+            build_site(root, into=folder, say=say)
         yield address
 
 
