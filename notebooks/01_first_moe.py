@@ -223,6 +223,10 @@ if reached:
     print(f"of {histories['MoE'][-1]['tokens']:,}.")
 
 # %% [markdown]
+# Read this as one run of one setting, not as a law. The setting was picked, among about a dozen that we tried, so that the
+# effect shows within a minute: narrow layers, this learning rate, this many steps. With fewer steps or wider layers the
+# two ended level, and with a learning rate of 0.01 the MoE ended *above* the dense model.
+#
 # The price is memory: all experts must be stored, though a token uses only two of them. And a step takes longer than the
 # dense one at this size, because sorting tokens and many small products cost time that a single product does not.
 # Both prices are the subject of later pages.
