@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from guide_code.attention import GroupedQueryAttention
+from guide_code.backends import available_backends as available_backends  # users import it from here
+from guide_code.backends import experts_class
 from guide_code.balance import CONVENTIONS
 from guide_code.balancer import Balancer
 from guide_code.capacity import apply_capacity, expert_capacity
-from guide_code.config import BACKENDS, ModelConfig, MoEConfig
-from guide_code.experts.grouped import GroupedExperts
+from guide_code.config import ModelConfig, MoEConfig
 from guide_code.experts.identity import IdentityExperts
-from guide_code.experts.loop import LoopExperts
 from guide_code.layers import FeedForward, RMSNorm, RotaryEmbedding
 from guide_code.moe import DenseFeedForward, MoE
 from guide_code.routers import (
@@ -46,8 +46,9 @@ def build_moe(config: MoEConfig, *, num_layers: int | None = None) -> nn.Module:
     if config.num_shared_experts:
         width = config.num_shared_experts * config.moe_intermediate_size
         shared = FeedForward(config.hidden_size, width, **style)
-    experts_class = LoopExperts if config.backend == "loop" else GroupedExperts
-    experts = experts_class(config.num_experts, config.hidden_size, config.moe_intermediate_size, **style)
+    experts = experts_class(config.backend)(
+        config.num_experts, config.hidden_size, config.moe_intermediate_size, **style
+    )
     if config.num_identity_experts:
         experts = IdentityExperts(experts, config.num_identity_experts)
     capacity = None
@@ -145,12 +146,6 @@ def init_weights_(model: nn.Module, std: float) -> None:
             parameter.normal_(0.0, std / (2 * blocks) ** 0.5)  # GPT-2: the residual stream keeps its size
         else:
             parameter.normal_(0.0, std)
-
-
-def available_backends(device: torch.device | str) -> dict[str, str]:
-    """Every backend of experts, with "" or why it cannot run on ``device``."""
-    torch.device(device)  # a wrong name is an error even while every backend runs everywhere
-    return dict.fromkeys(BACKENDS, "")
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

@@ -9,12 +9,12 @@ import types
 import typing
 from dataclasses import dataclass
 
+from guide_code.backends import BACKENDS
 from guide_code.balance import CONVENTIONS
 from guide_code.capacity import PRIORITIES
 from guide_code.routers import GROUP_SCORES, SCORE_FNS
 
-BACKENDS = ("loop", "grouped")
-ACTIVATIONS = ("gelu", "relu", "silu")
+ACTIVATIONS = ("gelu", "relu", "silu", "swigluoai")
 ROUTERS = ("top_k", "expert_choice", "hash", "sinkhorn", "quantile")
 
 
@@ -84,6 +84,12 @@ class MoEConfig:
         _one_of(self, "load_balancing_convention", CONVENTIONS)
         _one_of(self, "activation", ACTIVATIONS)
         _one_of(self, "backend", ("auto", *BACKENDS))
+        if self.activation == "swigluoai" and (not self.gated or self.num_shared_experts or self.num_experts == 1):
+            raise ValueError(
+                f"activation='swigluoai' is the gate of routed experts: it needs gated=True, num_shared_experts=0 and "
+                f"several experts, got gated={self.gated}, num_shared_experts={self.num_shared_experts}, "
+                f"num_experts={self.num_experts}"
+            )
         _one_of(self, "capacity_priority", PRIORITIES)
         _one_of(self, "router", ROUTERS)
         self._check_router()

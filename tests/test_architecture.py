@@ -35,6 +35,8 @@ ORDER = [
     *ROUTERS,
     "routers",
     *LEAVES[len(ROUTERS) :],
+    "experts",
+    "backends",
     "config",
     "presets",
     "build",

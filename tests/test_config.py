@@ -4,8 +4,9 @@ import json
 import pytest
 import torch
 
-from guide_code.build import available_backends, build_model, build_moe, parameter_counts
-from guide_code.config import BACKENDS, ROUTERS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
+from guide_code.backends import BACKENDS, available_backends
+from guide_code.build import build_model, build_moe, parameter_counts
+from guide_code.config import ROUTERS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
 from guide_code.moe import DenseFeedForward, MoE
 from guide_code.presets import PRESETS, preset, small, tiny
 from guide_code.routers import ExpertChoiceRouter, HashRouter, QuantileRouter, SinkhornRouter, TopKRouter
@@ -125,6 +126,7 @@ def test_capacity_options_reach_the_drop():
         ({"score_fn": "sigmod"}, "score_fn='sigmod' must be one of .*did you mean sigmoid"),
         ({"backend": "triton"}, "backend='triton' must be one of auto"),
         ({"activation": "swish"}, "activation='swish' must be one of"),
+        ({"activation": "swigluoai", "gated": False}, "activation='swigluoai' .* needs gated=True"),
         ({"load_balancing_convention": "megatorn"}, "did you mean megatron"),
         ({"router_jitter": 1.5}, "router_jitter=1.5"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),

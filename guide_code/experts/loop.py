@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS = ("silu", "gelu", "relu", "swigluoai")
 
 
 def loop_experts(
@@ -38,11 +38,9 @@ def loop_experts(
         down_proj: (E, D, I).
         gate_up_proj_bias: (E, 2I) or, when not gated, (E, I).
         down_proj_bias: (E, D).
-        activation: "silu", "gelu" or "relu".
+        activation: "silu", "gelu", "relu", or "swigluoai" (gpt-oss): SwiGLU with clamped inputs, for which rows of
+            gate and up alternate: g0, u0, g1, u1, ...
         gated: activation(gate) * up (SwiGLU with "silu"; Shazeer 2020, arXiv:2002.05202) or activation(up).
-
-    Raises:
-        KeyError: the activation is not known.
     """
     device = "cpu" if x_TD.is_meta else x_TD.device.type  # autocast knows no meta device
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else gate_up_proj.dtype
@@ -79,12 +77,12 @@ class LoopExperts(nn.Module):
         num_experts: number E of experts.
         hidden_size: width D of a token.
         intermediate_size: width I inside an expert.
-        activation: "silu", "gelu" or "relu".
+        activation: "silu", "gelu", "relu" or, gated only, "swigluoai".
         gated: two projections up, one of them the gate; the parameter is ``gate_up_proj``, else ``up_proj``.
         bias: add biases to both projections.
 
     Raises:
-        ValueError: the activation is not known.
+        ValueError: the activation is not known, or needs a gate.
     """
 
     down_proj_bias: nn.Parameter | None
@@ -102,6 +100,8 @@ class LoopExperts(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        if activation == "swigluoai" and not gated:
+            raise ValueError(f"activation={activation!r} is a gate: it needs gated=True, got gated={gated}")
         self.num_experts, self.activation, self.gated = num_experts, activation, gated
         name, width = ("gate_up_proj", 2 * intermediate_size) if gated else ("up_proj", intermediate_size)
         self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width, hidden_size)))
@@ -137,7 +137,11 @@ class LoopExperts(nn.Module):
 def _activate(hidden: Tensor, activation: str, gated: bool) -> Tensor:
     """(N, 2I), or (N, I) when not gated, to (N, I) in float32 or wider."""
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    if activation == "swigluoai":  # openai/gpt-oss, gpt_oss/torch/model.py, swiglu
+        gate_NI, up_NI = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
+        return gate_NI * torch.sigmoid(1.702 * gate_NI) * (up_NI + 1.0)
+    function = getattr(F, activation)
     if not gated:
-        return ACTIVATIONS[activation](hidden)
+        return function(hidden)
     gate_NI, up_NI = hidden.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate_NI) * up_NI
+    return function(gate_NI) * up_NI

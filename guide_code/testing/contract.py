@@ -31,6 +31,8 @@ class Case:
     bias: bool = False
     routing: str = "random"
     """"random", "one" (all tokens on the same experts), "none" (every id a sentinel), "holes" (some are)."""
+    scale: float = 1.0
+    """Standard deviation of the tokens."""
 
 
 CASES = (
@@ -39,6 +41,7 @@ CASES = (
     Case("no gate, as in Switch", gated=False, activation="relu"),
     Case("gelu, no gate, biases", gated=False, activation="gelu", bias=True),
     Case("gated gelu", activation="gelu"),
+    Case("gpt-oss: gate and up alternate", activation="swigluoai", bias=True),
     Case("no token", num_tokens=0),
     Case("one token", num_tokens=1),
     Case("one choice", top_k=1),
@@ -52,6 +55,9 @@ CASES = (
     Case("sentinels, biases and odd sizes", 17, 7, 5, 5, 3, bias=True, routing="holes"),
     Case("nothing but sentinels", routing="none", bias=True),
 )
+
+CLAMPED = Case("gpt-oss: a third of what goes in is clamped", activation="swigluoai", bias=True, scale=8.0)
+"""For float32 and float64 only: narrower types round values across the clamp, where the gradient jumps."""
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
@@ -123,7 +129,7 @@ def check_experts(
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, ids and combine weights for a case. Tokens whose ids are all sentinels hold NaN."""
     shape = (case.num_tokens, case.top_k)
-    x_TD = torch.randn(case.num_tokens, case.hidden_size, generator=generator).to(dtype)
+    x_TD = (case.scale * torch.randn(case.num_tokens, case.hidden_size, generator=generator)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     weights_TK = torch.rand(shape, generator=generator).to(wide) + 0.1
     order = [torch.randperm(case.num_experts, generator=generator)[: case.top_k] for _ in range(case.num_tokens)]

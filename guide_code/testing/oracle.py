@@ -29,7 +29,10 @@ def oracle_experts(
             up = gate_up_proj[expert].double() @ x_TD[token].double()
             if gate_up_proj_bias is not None:
                 up = up + gate_up_proj_bias[expert].double()
-            if gated:
+            if activation == "swigluoai":  # gpt-oss: rows of gate and up alternate
+                gate, linear = up[0::2].clamp(max=7), up[1::2].clamp(-7, 7)
+                hidden_I = gate / (1 + torch.exp(-1.702 * gate)) * (linear + 1)
+            elif gated:
                 half = len(up) // 2
                 hidden_I = _activation(up[:half], activation) * up[half:]
             else:

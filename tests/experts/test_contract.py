@@ -11,7 +11,7 @@ from torch import nn
 import guide_code.experts
 from guide_code.experts.grouped import GroupedExperts
 from guide_code.experts.loop import LoopExperts
-from guide_code.testing.contract import CASES, TOLERANCES, Case, check_experts, make_inputs, relative_rms
+from guide_code.testing.contract import CASES, CLAMPED, TOLERANCES, Case, check_experts, make_inputs, relative_rms
 
 BACKENDS = (LoopExperts, GroupedExperts)
 PLAIN = Case("plain", bias=True)
@@ -24,6 +24,12 @@ backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: back
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.reason)
 def test_backend_equals_oracle(backend, case, dtype):
     check_experts(backend, case, dtype)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_clamped_swiglu_equals_oracle(backend, dtype):
+    check_experts(backend, CLAMPED, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -124,6 +130,8 @@ def test_same_bits_on_every_call(backend):
 def test_unknown_activation_is_named(backend):
     with pytest.raises(ValueError, match=r"activation must be one of .*'swish'"):
         backend(2, 8, 8, activation="swish")
+    with pytest.raises(ValueError, match=r"activation='swigluoai' .* gated=False"):
+        backend(2, 8, 8, activation="swigluoai", gated=False)
 
 
 def test_copied_parts_stay_equal():
