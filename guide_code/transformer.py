@@ -1,7 +1,7 @@
 """A decoder-only Transformer over attention and feed-forward modules that are passed in.
 
 Vaswani et al. 2017 (arXiv:1706.03762), with the normalisation before each part (Xiong et al. 2020, arXiv:2002.04745).
-Copy alone: needs torch only.
+Copy with decoding.py into one package: needs torch only.
 
 B batch, S new tokens, M cached and new tokens, D hidden size, V vocabulary.
 """
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .decoding import decode
 
 
 class Output(NamedTuple):
@@ -141,32 +143,25 @@ class Transformer(nn.Module):
         layers = [attention.make_cache(batch_size, max_length) for attention in attentions]
         return Cache(layers, batch_size, max_length, next(self.parameters()).device)
 
-    @torch.inference_mode()
-    def generate(self, prompt_BS: Tensor, max_new_tokens: int, *, mask_BS: Tensor | None = None) -> Tensor:
-        """Continue prompts greedily: (B, S + max_new_tokens) token ids, the most likely one each time.
+    def generate(
+        self, prompt_BS: Tensor, max_new_tokens: int, *, mask_BS: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Continue prompts: (B, S + new) token ids, the prompts included; greedily unless ``options`` say otherwise.
+
+        New tokens are ``max_new_tokens``, or fewer when every sequence has met a stop token.
 
         Args:
             prompt_BS: token ids; shorter prompts are padded on the left.
-            max_new_tokens: tokens to add to each.
+            max_new_tokens: most tokens to add to each.
             mask_BS: 1 or True where the prompt is real.
+            **options: ``temperature``, ``top_p``, ``generator``, ``stop_tokens``, ``pad_token``, ``prefill_chunk`` of
+                :func:`guide_code.decoding.decode`, which also gives tokens as they come.
 
         Raises:
-            ValueError: the result would be longer than the model allows, or the prompt is empty.
+            ValueError: the result would be longer than the model allows, the prompt is empty, or an option is wrong.
         """
-        if prompt_BS.shape[1] == 0:
-            raise ValueError("the prompt is empty; give at least one token")
-        cache = self.make_cache(len(prompt_BS), prompt_BS.shape[1] + max_new_tokens)
-        was_training = self.training
-        self.eval()
-        try:
-            tokens, mask, result = prompt_BS, mask_BS, [prompt_BS]
-            for _ in range(max_new_tokens):
-                last_B1V = self(tokens, mask_BS=mask, cache=cache).logits[:, -1:]
-                tokens, mask = last_B1V.argmax(dim=-1), None
-                result.append(tokens)
-        finally:
-            self.train(was_training)
-        return torch.cat(result, dim=1)
+        steps = decode(self, prompt_BS, max_new_tokens, mask_BS=mask_BS, **options)
+        return torch.cat([prompt_BS, *(tokens_B[:, None] for tokens_B in steps)], dim=1)
 
     def _check(self, tokens_BS: Tensor, mask_BS: Tensor | None, cache: Cache | None) -> None:
         batch_size, new = tokens_BS.shape

@@ -27,6 +27,7 @@ LEAVES = [
     "balancer",
     "layers",
     "attention",
+    "decoding",
     "transformer",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
@@ -56,6 +57,7 @@ ORDER = [
 COPY_SETS = {name: [name] for name in LEAVES} | {
     "load_metrics": ["balance", "load_metrics"],
     "balancer": ["balance", "load_metrics", "importance", "balancer"],
+    "transformer": ["decoding", "transformer"],
 }
 COPY_SETS |= {name: [ROUTERS[0], name] for name in ROUTERS[1:]}
 """What to copy into a package of your own to get a leaf."""
@@ -79,6 +81,7 @@ SMOKE = {
     "balancer": "balancer.Balancer(4, coefs={'load_balancing': 0.01})",
     "layers": "layers.FeedForward(8, 16)(torch.randn(3, 8))",
     "attention": "attention.GroupedQueryAttention(8, 2, 1, 4)(torch.randn(1, 3, 8), [torch.ones(1, 3, 4)] * 2)",
+    "decoding": "decoding.sample_tokens(torch.randn(2, 5), temperature=1.0)",
     "transformer": "transformer.Output(torch.zeros(1, 1, 1), ())",
 }
 
