@@ -30,9 +30,15 @@ def conventions(context: typer.Context) -> None:
     _call(context)
 
 
-def _call(context: typer.Context) -> None:
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def images(context: typer.Context) -> None:
+    """Draw the figures, publish them to a hub dataset, and check what the site uses."""
+    _call(context, "images_cli")
+
+
+def _call(context: typer.Context, module: str | None = None) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
-    entry = importlib.import_module(f"guide_code.{context.info_name}")
+    entry = importlib.import_module(f"guide_code.{module or context.info_name}")
     entry.app(args=context.args, prog_name=f"moe-guide {context.info_name}")
 
 

@@ -58,11 +58,13 @@ def build_site(
         except (NotebookError, FigureError, MkDocsException, Abort, ValueError, SyntaxError, OSError) as error:
             raise SiteError(str(error)) from error
         before = time.monotonic()
-        problems = check_site(site, site_url)
+        problems = check_site(site, site_url, remote=prepared.images.remote) + prepared.images.wrong_files(site)
         if problems:
-            raise SiteError("links of the built site:\n" + "\n".join(f"  {problem}" for problem in problems))
+            raise SiteError("links and images of the built site:\n" + "\n".join(f"  {problem}" for problem in problems))
         prepared.timings["link check"] = time.monotonic() - before
         _swap(site, target)
+    if prepared.images.unused():
+        say(f"images: no page shows {', '.join(prepared.images.unused())}")
     parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in prepared.timings.items())
     say(f"{target} is built in {time.monotonic() - start:.1f} s ({parts})")
     return target

@@ -19,7 +19,8 @@ from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
 from guide_code.sitebuild.api import API_URI
-from guide_code.sitebuild.figures import FigureError, expand_figures
+from guide_code.sitebuild.figure_html import expand_figures
+from guide_code.sitebuild.figures import FigureError
 from guide_code.sitebuild.notebook_html import rebuild
 from guide_code.sitebuild.notebook_pages import download_uri
 from guide_code.sitebuild.prepare import Prepared
@@ -91,10 +92,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Puts figures into the page."""
     if not page.file.src_uri.endswith(".md"):
         return markdown
+    images = _prepared(config).images
     try:
-        return expand_figures(markdown, page.file.url, page.file.src_uri, _prepared(config).figures)
+        return expand_figures(
+            markdown,
+            page.file.url,
+            page.file.src_uri,
+            images.figures,
+            why_drawn=images.why_drawn,
+            used=images.used.add,
+        )
     except FigureError as error:
-        raise PluginError(str(error)) from None
+        raise PluginError(f"{error}{images.advice}") from None
 
 
 @event_priority(-100)  # after every plugin has had its say on the content

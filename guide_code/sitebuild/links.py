@@ -46,7 +46,7 @@ def _css_urls(css: str) -> list[str]:
     return [first or second for first, second in _CSS_URL.findall(css)]
 
 
-def check_site(site: Path, site_url: str = "") -> list[str]:
+def check_site(site: Path, site_url: str = "", *, remote: str = "") -> list[str]:
     """Every broken or foreign reference of a built site, in words; an empty list means that there is none.
 
     Files with `file://` in mind and files for a server are checked alike: a folder stands for its `index.html`.
@@ -54,6 +54,7 @@ def check_site(site: Path, site_url: str = "") -> list[str]:
     Args:
         site: The folder of the built site.
         site_url: The site's public address; absolute links below it count as links into the site.
+        remote: If given, images whose address begins so may be loaded from there, and nothing else.
     """
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     pages: dict[str, _Page] = {}
@@ -66,6 +67,8 @@ def check_site(site: Path, site_url: str = "") -> list[str]:
     for name in files:
         if name.endswith(".css"):
             references += [(name, url, True) for url in _css_urls((site / name).read_text(encoding="utf-8"))]
+    if remote:
+        references = [item for item in references if not item[1].startswith(remote)]
     problems = (_problem(where, url, loaded, site_url, files, pages) for where, url, loaded in set(references))
     return sorted(problem for problem in problems if problem)
 

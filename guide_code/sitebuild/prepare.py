@@ -1,4 +1,4 @@
-"""The step before MkDocs: runs notebooks, draws figures, writes reference pages, and lists what is to be mounted."""
+"""The step before MkDocs: runs notebooks, brings images, writes reference pages, and lists what is to be mounted."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guide_code.sitebuild.api import write_api_pages
-from guide_code.sitebuild.figures import draw_all, mount_figures
+from guide_code.sitebuild.figure_html import mount_figures
+from guide_code.sitebuild.glightbox import mount_glightbox
+from guide_code.sitebuild.images import SiteImages, site_images
 from guide_code.sitebuild.mathjax import mount_mathjax
 from guide_code.sitebuild.mounted import Mounted
 from guide_code.sitebuild.notebook_pages import mount_notebook
@@ -19,12 +21,12 @@ class Prepared:
 
     Attributes:
         mounted: The files and their places.
-        figures: The record of each figure, by name.
+        images: The figures, and where they come from.
         timings: Seconds taken by each part.
     """
 
     mounted: list[Mounted] = field(default_factory=list)
-    figures: dict[str, dict] = field(default_factory=dict)
+    images: SiteImages = field(default_factory=SiteImages)
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -45,10 +47,10 @@ def prepare(root: Path, workspace: Path, *, allow_stale: bool = False, say: Call
     result.timings["notebooks"] = time.monotonic() - start
 
     start = time.monotonic()
-    result.figures = draw_all(root, say=say)
-    result.mounted += mount_figures(result.figures)
-    result.timings["figures"] = time.monotonic() - start
+    result.images = site_images(root, say=say)
+    result.mounted += mount_figures(result.images.figures)
+    result.timings["images"] = time.monotonic() - start
 
     result.mounted += write_api_pages(root / "guide_code", workspace)
-    result.mounted += mount_mathjax()
+    result.mounted += mount_mathjax() + mount_glightbox()
     return result

@@ -179,8 +179,9 @@ def test_a_second_build_runs_and_draws_nothing(project):
     build_site(project, say=lambda line: None)
     lines = []
     site = build_site(project, say=lines.append)
-    (line,) = lines
-    assert line.startswith(f"{site} is built in")
+    drawn, built = lines
+    assert drawn == "images: drawn here, because no dataset of images is published yet"
+    assert built.startswith(f"{site} is built in")
 
 
 def test_an_offline_build_needs_no_server(project):
