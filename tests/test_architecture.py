@@ -23,6 +23,8 @@ LEAVES = [
     "experts/loop",
     "experts/grouped",
     "experts/identity",
+    "experts/expert_cache",
+    "experts/offloaded",
     "moe",
     "balancer",
     "layers",
@@ -63,6 +65,7 @@ COPY_SETS = {name: [name] for name in LEAVES} | {
     "load_metrics": ["balance", "load_metrics"],
     "balancer": ["balance", "load_metrics", "importance", "balancer"],
     "transformer": ["decoding", "transformer"],
+    "experts/offloaded": ["experts/grouped", "experts/expert_cache", "experts/offloaded"],
 }
 COPY_SETS |= {name: [ROUTERS[0], name] for name in ROUTERS[1:]}
 """What to copy into a package of your own to get a leaf."""
@@ -82,6 +85,8 @@ SMOKE = {
     "experts/loop": f"loop.LoopExperts{EXPERTS_CALL}",
     "experts/grouped": f"grouped.GroupedExperts{EXPERTS_CALL}",
     "experts/identity": "identity.identity_experts(torch.ones(1, 8), torch.tensor([[4]]), torch.ones(1, 1), 4, 1)",
+    "experts/expert_cache": "expert_cache.MemoryStore({'down_proj': torch.zeros(4, 8, 8)})",
+    "experts/offloaded": f"offloaded.OffloadedExperts{EXPERTS_CALL}",
     "moe": "moe.DenseFeedForward(torch.nn.Linear(8, 8))(torch.randn(1, 3, 8))",
     "balancer": "balancer.Balancer(4, coefs={'load_balancing': 0.01})",
     "layers": "layers.FeedForward(8, 16)(torch.randn(3, 8))",
