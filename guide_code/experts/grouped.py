@@ -79,8 +79,8 @@ def grouped_mm_obstacle(weight: Tensor) -> str:
     for side, width in zip(("out", "in"), weight.shape[1:], strict=True):
         if width * weight.element_size() % 16:
             return f"{side} width {width} x {weight.element_size()} bytes is not a multiple of 16 bytes"
-    if not weight.is_contiguous() or weight.data_ptr() % 16:
-        return "the weight is not contiguous or does not start at a multiple of 16 bytes"
+    if not (weight.is_contiguous() or weight.mT.is_contiguous()) or weight.data_ptr() % 16:
+        return "the weight, or its transpose, is not contiguous or does not start at a multiple of 16 bytes"
     return ""
 
 
