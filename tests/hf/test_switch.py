@@ -127,8 +127,9 @@ def test_greedy_generation():
 
 
 @pytest.mark.parametrize("capacity", [0, 2, 64])
-def test_dropped_tokens_give_zero_and_capacity_counts_per_sequence(capacity):
-    theirs, ours = make_layer(expert_capacity=capacity)
+@pytest.mark.parametrize("experts", [1, 6])
+def test_dropped_tokens_give_zero_and_capacity_counts_per_sequence(capacity, experts):
+    theirs, ours = make_layer(expert_capacity=capacity, num_experts=experts)
     x_BSD = torch.randn(3, 19, 32)
     kept_BS = theirs.router(x_BSD)[0].sum(dim=-1).bool()
     assert (kept_BS.sum() == 0) == (capacity == 0) and kept_BS.all() == (capacity == 64)
