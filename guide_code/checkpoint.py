@@ -112,7 +112,9 @@ def load_checkpoint(
     differences = _differences(to_dict(load_config(folder)), to_dict(config))
     if differences:
         raise ValueError(f"{folder} was made with another configuration: {'; '.join(differences)}")
-    weights, step = _read(folder / "model.safetensors"), _read(folder / "step.json")["step"]
+    step, weights = _read(folder / "step.json")["step"], {}
+    for path in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / "model.safetensors"]:
+        weights |= _read(path)  # a converted checkpoint may come in several files
     state = {} if optimizer is None else _read(folder / "training.safetensors")
     _check_names(set(weights), model)
     model.load_state_dict(weights, strict=False)  # tied weights are saved once; the check above is the strict one

@@ -36,6 +36,18 @@ def images(context: typer.Context) -> None:
     _call(context, "images_cli")
 
 
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def convert(context: typer.Context) -> None:
+    """Convert a checkpoint between transformers and this package, resumably."""
+    _call(context)
+
+
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def verify(context: typer.Context) -> None:
+    """Compare a checkpoint here and in transformers, layer by layer."""
+    _call(context)
+
+
 def _call(context: typer.Context, module: str | None = None) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
     entry = importlib.import_module(f"guide_code.{module or context.info_name}")

@@ -15,13 +15,13 @@ def test_help_lists_the_commands_without_importing_torch():
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert all(name in done.stdout for name in ("train", "generate", "conventions", "images"))
+    assert all(name in done.stdout for name in ("train", "generate", "conventions", "images", "convert", "verify"))
     assert done.stdout.strip().endswith("False"), done.stderr
 
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("train", "--preset"), ("generate", "--prompt"), ("conventions", "--preset"), ("images", "publish")],
+    [("train", "--preset"), ("generate", "--prompt"), ("conventions", "--preset"), ("images", "publish"), ("convert", "--to"), ("verify", "--tolerance")],
 )
 def test_commands_have_their_own_help(command, option, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")

@@ -1,0 +1,132 @@
+"""Every family against transformers: the same logits and tokens, and the same files when saved back."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+import transformers
+from small_models import MODELS, SHAPE, make
+
+from guide_code.conversion.folders import prepare, run
+from guide_code.conversion.loading import own_tensors
+from guide_code.conversion.reader import INDEX, SINGLE, FolderSource
+from guide_code.convert import load_hf, save_hf
+from guide_code.testing.contract import relative_rms
+
+TOKENS = torch.randint(0, SHAPE["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(TOKENS)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def case(request, tmp_path_factory):
+    """(model of transformers, its folder in one file, its logits)."""
+    model = make(request.param)
+    folder = tmp_path_factory.mktemp(request.param) / "original"
+    model.save_pretrained(folder)
+    with torch.inference_mode():
+        return model, folder, model(TOKENS).logits
+
+
+def tensors_of(folder):
+    source = FolderSource(folder)
+    return {name: source.read(name) for name in source.tensors}
+
+
+def assert_same_tensors(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@torch.inference_mode()
+def assert_same_logits(model, expected):
+    assert relative_rms(model(TOKENS).logits, expected) < 2e-5
+
+
+def test_logits_and_greedy_tokens_are_equal(case):
+    theirs, folder, logits = case
+    ours = load_hf(folder)
+    assert_same_logits(ours, logits)
+    assert not [name for name, tensor in ours.state_dict().items() if tensor.is_meta]
+    expected = theirs.generate(TOKENS, max_new_tokens=12, do_sample=False, attention_mask=MASK)
+    assert torch.equal(ours.generate(TOKENS, 12), expected)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_saved_back_the_files_are_equal(case, tmp_path, shards):
+    theirs, folder, logits = case
+    original = tensors_of(folder)
+    size = sum(tensor.numel() * 4 for tensor in original.values())
+    if shards > 1:
+        theirs.save_pretrained(tmp_path / "sharded", max_shard_size=size // shards + 5000)
+        folder = tmp_path / "sharded"
+        assert len(FolderSource(folder).files) >= shards
+    save_hf(load_hf(folder), tmp_path / "back", shard_bytes=size // shards + 5000)
+    back = FolderSource(tmp_path / "back")
+    assert (tmp_path / "back" / INDEX).exists() == (shards > 1) and len(back.files) >= shards
+    assert_same_tensors(tensors_of(tmp_path / "back"), original)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    with torch.inference_mode():
+        assert torch.equal(again(TOKENS).logits, logits)
+
+
+def test_the_stacked_layout_of_transformers_in_files_and_in_memory(case, tmp_path):
+    theirs, _, logits = case
+    assert_same_logits(load_hf(theirs), logits)
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    assert_same_logits(load_hf(tmp_path), logits)
+
+
+def test_every_element_is_used_exactly_once(case, tmp_path):
+    """Each element of the checkpoint gets a number of its own; ours must hold exactly those numbers."""
+    _, folder, _ = case
+    numbered, count = {}, 0
+    for name, tensor in tensors_of(folder).items():
+        numbered[name] = torch.arange(count, count + tensor.numel(), dtype=torch.float32).view(tensor.shape)
+        count += tensor.numel()
+    assert count < 2**24, "float32 could not tell them apart"
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(numbered, tmp_path / SINGLE, metadata={"format": "pt"})
+    ours = torch.cat([tensor.detach().flatten() for tensor in own_tensors(load_hf(tmp_path)).values()])
+    assert torch.equal(ours.sort().values, torch.arange(count, dtype=torch.float32))
+
+
+def test_through_our_own_format_and_back(case, tmp_path):
+    _, folder, logits = case
+    run(prepare(folder, "guide"), tmp_path / "run")
+    run(prepare(tmp_path / "run", "hf"), tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(folder))
+    assert_same_logits(load_hf(tmp_path / "back"), logits)
+
+
+def test_its_configuration_comes_back_from_ours_alone(case, tmp_path):
+    """config.json is lost: one written from our ModelConfig gives transformers the same model."""
+    _, folder, logits = case
+    ours = load_hf(folder)
+    save_hf(ours, tmp_path / "back", config=ours.origin.config, family=json_of(folder)["model_type"])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    with torch.inference_mode():
+        assert relative_rms(again(TOKENS).logits, logits) < 1e-6
+
+
+def test_a_missing_and_an_extra_tensor_are_errors_that_name_them(case, tmp_path):
+    _, folder, _ = case
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = load_file(folder / SINGLE)
+    for name in ("model.norm.weight", "model.layers.2.input_layernorm.weight"):
+        save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / SINGLE)
+        with pytest.raises(ValueError, match=rf"missing \[{name}\]"):
+            load_hf(tmp_path)
+    for name in ("model.layers.3.input_layernorm.weight", "model.layers.1.mlp.experts.9.extra.weight"):
+        save_file({**tensors, name: torch.zeros(2)}, tmp_path / SINGLE)
+        with pytest.raises(ValueError, match=rf"unexpected \[{name}\]"):
+            load_hf(tmp_path)
+
+
+def json_of(folder):
+    return json.loads((folder / "config.json").read_text())
