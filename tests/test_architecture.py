@@ -28,7 +28,9 @@ LEAVES = [
     "moe",
     "balancer",
     "layers",
+    "rotary",
     "attention",
+    "latent_attention",
     "decoding",
     "transformer",
 ]
@@ -71,6 +73,10 @@ COPY_SETS = {name: [name] for name in LEAVES} | {
     "transformer": ["decoding", "transformer"],
     "experts/offloaded": ["experts/grouped", "experts/expert_cache", "experts/offloaded"],
 }
+COPY_SETS |= {
+    "attention": ["rotary", "attention"],
+    "latent_attention": ["rotary", "attention", "latent_attention"],
+}
 COPY_SETS |= {name: [ROUTERS[0], name] for name in ROUTERS[1:]}
 """What to copy into a package of your own to get a leaf."""
 
@@ -94,7 +100,10 @@ SMOKE = {
     "moe": "moe.DenseFeedForward(torch.nn.Linear(8, 8))(torch.randn(1, 3, 8))",
     "balancer": "balancer.Balancer(4, coefs={'load_balancing': 0.01})",
     "layers": "layers.FeedForward(8, 16)(torch.randn(3, 8))",
+    "rotary": "rotary.RotaryEmbedding(8)(torch.arange(3)[None])",
     "attention": "attention.GroupedQueryAttention(8, 2, 1, 4)(torch.randn(1, 3, 8), [torch.ones(1, 3, 4)] * 2)",
+    "latent_attention": "latent_attention.LatentAttention(8, 2, kv_lora_rank=6, nope_size=4, rope_size=2, value_size=5)"
+    "(torch.randn(1, 3, 8), [torch.ones(1, 3, 2)] * 2)",
     "decoding": "decoding.sample_tokens(torch.randn(2, 5), temperature=1.0)",
     "transformer": "transformer.Output(torch.zeros(1, 1, 1), ())",
 }

@@ -1,0 +1,1 @@
+"""Triton kernels of the fused experts: start with ``layer.py``, which calls them in order."""
