@@ -1,0 +1,223 @@
+"""The numbers that figures show: against the package's code, published values, and counting by hand."""
+
+import json
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from site_project import ROOT
+from torch.distributed.pipelining import schedules
+
+from guide_code.balance import expert_counts
+from guide_code.capacity import PRIORITIES, apply_capacity
+from guide_code.figures import (
+    capacity_drops,
+    context_ring,
+    device_mesh,
+    execution_paths,
+    expert_folding,
+    expert_parallel_flow,
+    fine_grained_experts,
+    load_over_training,
+    moe_dataflow,
+    offload_cache,
+    pipeline_schedules,
+    pooled_loss,
+    router_anatomy,
+    router_order,
+    shapes,
+    timeline,
+    zero_stages,
+)
+from guide_code.routers import top_k_routing
+
+MEASURED = json.loads((ROOT / "docs/data/results/load_over_training.json").read_text())
+
+
+def test_the_routing_of_the_data_flow_is_what_the_code_computes():
+    scores = torch.full((4, moe_dataflow.NUM_EXPERTS), 1e-4)
+    scores.scatter_(1, torch.tensor(moe_dataflow.CHOICES), torch.tensor(moe_dataflow.WEIGHTS))
+    routing = top_k_routing(scores.log(), top_k=2)
+    assert routing.ids.tolist() == [list(ids) for ids in moe_dataflow.CHOICES]
+    assert torch.allclose(routing.weights, torch.tensor(moe_dataflow.WEIGHTS), atol=1e-3)
+    assert moe_dataflow.counts() == expert_counts(routing.ids, moe_dataflow.NUM_EXPERTS).tolist()
+    order = routing.ids.flatten().sort(stable=True).indices.tolist()
+    assert [token * 2 + choice for _, token, choice in moe_dataflow.sorted_rows()] == order
+
+
+def test_the_router_shows_a_softmax_and_says_so():
+    scores = [math.exp(logit) for logit in router_anatomy.LOGITS]
+    scores = [score / sum(scores) for score in scores]
+    best = sorted(range(8), key=lambda expert: -scores[expert])[:2]
+    assert router_anatomy.routing().ids[0].tolist() == best == [5, 1]
+    weights = [scores[expert] / sum(scores[e] for e in best) for expert in best]
+    assert router_anatomy.routing().weights[0].tolist() == pytest.approx(weights, rel=1e-5)
+    for value in (*(scores[expert] for expert in best), *weights):
+        assert f"{value:.2f}" in router_anatomy.ALT
+
+
+def test_every_router_chooses_once_and_names_its_source():
+    for router in router_order.ROUTERS:
+        kinds = [kind for _, kind in router.steps]
+        assert kinds.count("score") == 1 and "choice" in kinds and kinds.count("scale") <= 1
+        assert re.search(r"arXiv:\d{4}\.\d{5}|transformers", router.source)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_the_drawn_queues_are_what_capacity_keeps(priority):
+    torch.manual_seed(4)
+    kept = apply_capacity(capacity_drops.routing(), capacity_drops.capacity(), priority=priority)
+    ids = kept.ids.tolist()
+    for expert, queue in enumerate(capacity_drops.queues(priority)):
+        served = {token for token, _ in queue[: capacity_drops.capacity()]}
+        assert served == {token for token in range(8) if expert in ids[token]}
+    assert sum(map(len, capacity_drops.queues(priority))) == 16
+
+
+def test_the_queues_are_those_of_the_description():
+    first = {name: [token for token, _ in capacity_drops.queues(name)[0]] for name in PRIORITIES}
+    assert first["arrival"] == [0, 1, 2, 4, 6, 7, 3]
+    assert first["tokens"] == [0, 1, 2, 3, 4, 6, 7]
+    assert first["probability"][:4] == [6, 4, 7, 0]
+    assert sorted(first["random"]) == [0, 1, 2, 3, 4, 6, 7] and first["random"] not in list(first.values())[:3]
+
+
+def test_the_pooled_loss_hides_the_collapse():
+    first, second, pooled = pooled_loss.values()
+    assert first == ([1.0, 0.0], pytest.approx([0.75, 0.25]), pytest.approx(1.5))
+    assert second == ([0.0, 1.0], pytest.approx([0.25, 0.75]), pytest.approx(1.5))
+    assert pooled == ([0.5, 0.5], pytest.approx([0.5, 0.5]), pytest.approx(1.0))
+
+
+def test_the_measured_loads_are_shares_and_the_description_holds():
+    assert {"command", "machine", "versions", "date", "settings"} <= set(MEASURED)
+    for shares in MEASURED["shares"].values():
+        assert len(shares) == len(MEASURED["steps"])
+        assert all(sum(row) == pytest.approx(1, abs=1e-3) and len(row) == 16 for row in shares)
+    last = {name: sorted(shares[-1]) for name, shares in MEASURED["shares"].items()}
+    assert f"{last['none'][-1]:.0%}" == "41%" and sum(share < 0.1 / 16 for share in last["none"]) == 5
+    assert [f"{share:.0%}" for name in ("loss", "bias") for share in (last[name][0], last[name][-1])] == [
+        "1%", "10%", "5%", "7%",
+    ]  # fmt: skip
+    busiest = {name: load_over_training.busiest(shares) for name, shares in MEASURED["shares"].items()}
+    assert min(busiest["none"][3:]) > 5 and max(busiest["loss"][-1], busiest["bias"][-1]) < 2
+
+
+def test_each_way_to_execute_copies_what_it_says():
+    assert execution_paths.costs() == {
+        "loop": (3, 3, 8),
+        "padded": (12, 12, 2),
+        "grouped": (8, 8, 2),
+        "fused": (0, 8, 2),
+    }
+
+
+def test_the_exchange_loses_no_row():
+    sent = sorted(row for rank in range(2) for row in expert_parallel_flow.permuted(rank))
+    assert sent == sorted(row for rank in range(2) for row in expert_parallel_flow.received(rank))
+    assert sent == [(0, 0), (0, 2), (1, 1), (2, 0), (2, 2), (2, 3), (3, 1), (3, 3)]
+    assert [len(expert_parallel_flow.received(rank)) for rank in range(2)] == [3, 5]
+    links = list(expert_parallel_flow._links())
+    assert len(links) == 6 * 8 and len({(start, end) for start, end, _ in links}) == 6 * 8
+
+
+def test_zero_takes_the_memory_of_its_paper():
+    shown = [f"{zero_stages.gigabytes(stage):.1f}" for stage in zero_stages.STAGES]
+    assert shown == ["120.0", "31.4", "16.6", "1.9"]  # arXiv:1910.02054, figure 1
+
+
+@pytest.mark.parametrize("name", pipeline_schedules.SCHEDULES)
+def test_a_schedule_runs_every_action_once_after_what_it_needs(name):
+    rows = pipeline_schedules.timed(name)
+    stages = 4 * pipeline_schedules.SCHEDULES[name][1]
+    ends = {(slot.stage, slot.kind, slot.micro_batch): slot for row in rows for slot in row}
+    assert len(ends) == sum(map(len, rows))
+    for stage in range(stages):
+        for micro_batch in range(8):
+            forward = ends[stage, "F", micro_batch]
+            backward = ends.get((stage, "B", micro_batch)) or ends[stage, "I", micro_batch]
+            assert backward.start >= forward.end
+            if stage:
+                assert forward.start >= ends[stage - 1, "F", micro_batch].end
+                before = ends.get((stage - 1, "B", micro_batch)) or ends[stage - 1, "I", micro_batch]
+                assert before.start >= backward.end
+            if backward.kind == "I":
+                assert ends[stage, "W", micro_batch].start >= backward.end
+    for row in rows:
+        assert all(one.end <= other.start for one, other in pairwise(row))
+
+
+def test_the_idle_time_is_that_of_the_papers():
+    ranks, batches = 4, 8
+    idle = {name: pipeline_schedules.idle_share(name) for name in pipeline_schedules.SCHEDULES}
+    plain = (ranks - 1) / (batches + ranks - 1)  # arXiv:2104.04473, section 2.2: bubble over ideal time (p - 1) / m
+    assert idle["GPipe"] == pytest.approx(plain) and idle["1F1B"] == pytest.approx(plain)
+    assert idle["Interleaved 1F1B"] == pytest.approx((ranks - 1) / (2 * batches + ranks - 1))
+    third = (ranks - 1) / (3 * batches + ranks - 1)  # arXiv:2401.10241, table 2: (p - 1)(F + B - W) with F = B = W
+    assert idle["Zero bubble"] == pytest.approx(third)
+    held = {name: pipeline_schedules.held(name) for name in idle}
+    assert held == {"GPipe": 8, "1F1B": 4, "Interleaved 1F1B": 5.5, "Zero bubble": 4}
+    for name in idle:
+        assert f"{idle[name] * 100:.0f} %" in pipeline_schedules.ALT
+
+
+def test_the_drawn_order_is_pytorchs():
+    stage = pipeline_schedules._stage(0, 4)
+    theirs = schedules.ScheduleGPipe(stage, 8).pipeline_order
+    for rank in range(4):
+        ours = [f"{stage}{kind}{batch}" for stage, kind, batch in pipeline_schedules.order("GPipe")[rank]]
+        assert ours == [str(action) for action in theirs[rank] if action and "REDUCE" not in str(action)]
+
+
+def test_zigzag_evens_out_the_causal_work():
+    assert context_ring.work(zigzag=False) == [2, 6, 10, 14]
+    assert context_ring.work(zigzag=True) == [8, 8, 8, 8]
+    assert sum(context_ring.work(zigzag=True)) == 8 * 8 / 2
+
+
+def test_meshes_fold_the_same_ranks():
+    for mesh in expert_folding.MESHES.values():
+        assert math.prod(mesh.values()) == expert_folding.RANKS
+        places = [tuple(shapes.coordinates(rank, mesh).values()) for rank in range(expert_folding.RANKS)]
+        assert len(set(places)) == expert_folding.RANKS
+    held = [expert_folding.holds({"etp": 2, "ep": 4}, rank) for rank in (0, 1, 2)]
+    assert held == ["$E_0$, $E_1$\nhalf 0", "$E_0$, $E_1$\nhalf 1", "$E_2$, $E_3$\nhalf 0"]
+
+
+@pytest.mark.parametrize("name", device_mesh.MESHES)
+def test_the_groups_of_a_rank_are_lines_of_the_mesh(name):
+    mesh = device_mesh.MESHES[name]
+    ranks = torch.arange(16).view(*reversed(mesh.values()))
+    place = (ranks == device_mesh.RANK).nonzero()[0].tolist()
+    for dim, along in enumerate(reversed(mesh)):
+        line = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
+        assert device_mesh.groups(name)[along] == line.tolist()
+
+
+def test_fine_grained_designs_do_the_same_work():
+    shares = [(d.top_k + d.shared) / (d.experts + d.shared) for d in fine_grained_experts.DESIGNS]
+    assert shares == [0.25] * 3
+    assert all(len(d.picked) == d.top_k and max(d.picked) < d.experts for d in fine_grained_experts.DESIGNS)
+    assert [fine_grained_experts.choices(d) for d in fine_grained_experts.DESIGNS] == [28, 10_518_300, 2_629_575]
+
+
+def test_the_cache_forgets_what_was_used_least_recently():
+    found = offload_cache.simulate([[0, 1], [2, 0], [1, 2], [3, 1]], 3)
+    assert found == [({0, 1}, {0, 1}), ({2}, {0, 1, 2}), (set(), {0, 1, 2}), ({3}, {1, 2, 3})]
+    assert offload_cache.hit_rate([[0, 1], [2, 0], [1, 2], [3, 1]], 3) == 0.5
+    with pytest.raises(ValueError, match="slots=1"):
+        offload_cache.simulate([[0, 1]], 1)
+    rates = [offload_cache.hit_rate(MEASURED["trace"], slots) for slots in range(2, 17)]
+    assert rates == sorted(rates)
+    distinct = len({expert for ids in MEASURED["trace"] for expert in ids})
+    assert rates[-1] == 1 - distinct / 128
+
+
+def test_the_time_line_is_in_order_and_dated_by_its_sources():
+    dates = [event.date for event in timeline.EVENTS]
+    assert dates == sorted(dates) and dates[0] == "1991" and dates[-1] == "2026"
+    for event in timeline.EVENTS:
+        number = re.search(r"arXiv:(\d\d)(\d\d)\.\d{4,5}$", event.source)
+        assert event.source and (number is None or event.date == f"20{number[1]}-{number[2]}"), event
