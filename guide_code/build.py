@@ -1,6 +1,7 @@
 """From a configuration to modules: the one place that knows which parts go together."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from guide_code.balancer import Balancer
 from guide_code.capacity import apply_capacity, expert_capacity
 from guide_code.config import ModelConfig, MoEConfig
 from guide_code.experts.identity import IdentityExperts
-from guide_code.layers import FeedForward, RMSNorm, RotaryEmbedding
+from guide_code.latent_attention import LatentAttention
+from guide_code.layers import FeedForward, GatedSharedExpert, HeadNorm, RMSNorm
 from guide_code.moe import DenseFeedForward, MoE
+from guide_code.rotary import NoRotation, RotaryEmbedding, rotate, rotate_interleaved
 from guide_code.routers import (
     ExpertChoiceRouter,
     HashRouter,
@@ -25,6 +28,9 @@ from guide_code.routers import (
     hash_table,
 )
 from guide_code.transformer import Block, Transformer
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside latent attention: DeepSeek's code passes no eps there, so the class default holds."""
 
 
 def build_moe(config: MoEConfig, *, num_layers: int | None = None) -> nn.Module:
@@ -44,8 +50,8 @@ def build_moe(config: MoEConfig, *, num_layers: int | None = None) -> nn.Module:
         return DenseFeedForward(FeedForward(config.hidden_size, width, **style))
     shared = None
     if config.num_shared_experts:
-        width = config.num_shared_experts * config.moe_intermediate_size
-        shared = FeedForward(config.hidden_size, width, **style)
+        kind = GatedSharedExpert if config.shared_gate else FeedForward
+        shared = kind(config.hidden_size, config.shared_width, **style)
     experts = experts_class(config.backend)(
         config.num_experts, config.hidden_size, config.moe_intermediate_size, **style
     )
@@ -101,24 +107,78 @@ def build_model(config: ModelConfig) -> Transformer:
     """
     num_layers, blocks = config.num_layers, []
     if config.moe is not None and CONVENTIONS[config.moe.load_balancing_convention].layers != "mean of all":
-        num_layers -= config.first_k_dense
+        num_layers = len(config.sparse_layers)
     for layer in range(config.num_layers):
-        attention = GroupedQueryAttention(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size)
-        if config.moe is None or layer < config.first_k_dense:
-            ffn = DenseFeedForward(FeedForward(config.hidden_size, config.intermediate_size))
-        else:
+        if config.moe is not None and layer in config.sparse_layers:
             ffn = build_moe(config.moe, num_layers=num_layers)
-        norms = [RMSNorm(config.hidden_size, config.norm_eps) for _ in range(2)]
-        blocks.append(Block(attention, ffn, *norms))
+        else:
+            ffn = DenseFeedForward(FeedForward(config.hidden_size, config.intermediate_size))
+        norms = [_build_norm(config) for _ in range(2)]
+        blocks.append(Block(_build_attention(config, layer), ffn, *norms))
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
     if config.tie_embeddings:
         head.weight = embedding.weight
-    rotary = RotaryEmbedding(config.head_size, config.rope_theta)
-    norm = RMSNorm(config.hidden_size, config.norm_eps)
-    model = Transformer(embedding, blocks, norm, head, rotary, config.max_length)
+    rotary = RotaryEmbedding(config.rotary_width, config.rope_theta, config.rope_scaling)
+    model = Transformer(embedding, blocks, _build_norm(config), head, rotary, config.max_length)
     init_weights_(model, std=config.hidden_size**-0.5)
     return model
+
+
+def _build_norm(config: ModelConfig) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layer" else RMSNorm
+    return kind(config.hidden_size, config.norm_eps)
+
+
+def _build_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | LatentAttention:
+    rotates = layer not in config.nope_layers
+    position = rotate_interleaved if config.rope_interleaved else rotate
+    if not rotates:
+        position = NoRotation(config.attn_scale if config.attn_temperature_tuning else 0.0, config.floor_scale)
+    if config.kv_lora_rank is not None:
+        return _build_latent_attention(config, position)
+    norms = [None, None]
+    if config.qk_norm == "full":
+        norms = [
+            RMSNorm(heads * config.head_size, config.norm_eps) for heads in (config.num_heads, config.num_kv_heads)
+        ]
+    elif config.qk_norm == "head" or (config.qk_norm == "l2" and rotates):
+        affine = config.qk_norm == "head"
+        norms = [HeadNorm(config.head_size, config.norm_eps, affine=affine) for _ in range(2)]
+    kind = config.layer_types[layer] if config.layer_types else "full_attention"
+    return GroupedQueryAttention(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size,
+        bias=config.attention_bias,
+        out_bias=config.attention_out_bias,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        position=position,
+        sinks=config.attention_sinks,
+        window={"sliding_attention": config.sliding_window, "chunked_attention": config.attention_chunk_size}.get(kind),
+        chunked=kind == "chunked_attention",
+    )
+
+
+def _build_latent_attention(config: ModelConfig, position: Callable) -> LatentAttention:
+    assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim and config.v_head_dim
+    scaling = config.rope_scaling
+    temperature = scaling.temperature(scaling.mscale_all_dim) if scaling and scaling.mscale_all_dim else 1.0
+    return LatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        nope_size=config.qk_nope_head_dim,
+        rope_size=config.qk_rope_head_dim,
+        value_size=config.v_head_dim,
+        q_lora_rank=config.q_lora_rank,
+        kv_norm=RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS),
+        q_norm=None if config.q_lora_rank is None else RMSNorm(config.q_lora_rank, LATENT_NORM_EPS),
+        position=position,
+        temperature=temperature,
+    )
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
-"""The dense parts that every block shares: normalisation, feed-forward, rotary positions.
+"""The dense parts that every block shares: normalisation and feed-forward.
 
 RMSNorm: Zhang and Sennrich 2019 (arXiv:1910.07467), eq. 4; gated feed-forward: Shazeer 2020 (arXiv:2002.05202), eq. 6;
-rotary embedding: Su et al. 2021 (arXiv:2104.09864), eq. 34.
+norms of queries and keys: Henry et al. 2020 (arXiv:2010.04245); gated shared expert: transformers
+``models/qwen2_moe/modeling_qwen2_moe.py``, ``Qwen2MoeSparseMoeBlock``.
 Copy alone: needs torch only.
 
 B batch, S sequence, D hidden size, I intermediate size, A head size.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +18,37 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 or wider and returned in the dtype of x."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32 or wider and returned in the dtype of x.
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5):
+    Args:
+        hidden_size: width D of what is normalised.
+        eps: keeps zeros finite.
+        affine: whether there is a weight.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, *, affine: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
+        self.register_parameter("weight", nn.Parameter(torch.ones(hidden_size)) if affine else None)
+        self.hidden_size, self.eps = hidden_size, eps
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        weight = None if self.weight is None else self.weight.to(wide)
+        return F.rms_norm(x.to(wide), (self.hidden_size,), weight, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm of every head apart; the heads share one weight of the size of a head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H*A) to (..., H*A), for any number of heads H."""
+        return super().forward(x.unflatten(-1, (-1, self.hidden_size))).flatten(-2)
 
 
 class FeedForward(nn.Module):
@@ -67,27 +90,13 @@ class FeedForward(nn.Module):
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
-class RotaryEmbedding(nn.Module):
-    """Cosines and sines by which attention turns queries and keys: pair i of a head turns at theta^(-2i/A).
+class GatedSharedExpert(FeedForward):
+    """A feed-forward layer whose output each token scales by a sigmoid of its own: Qwen2-MoE's shared expert."""
 
-    Args:
-        head_size: width A of a head, even.
-        theta: base of the wavelengths.
+    def __init__(self, hidden_size: int, intermediate_size: int, **options: Any):
+        super().__init__(hidden_size, intermediate_size, **options)
+        self.gate = nn.Linear(hidden_size, 1, bias=False)
 
-    Raises:
-        ValueError: the head size is odd.
-    """
-
-    def __init__(self, head_size: int, theta: float = 10000.0):
-        super().__init__()
-        if head_size % 2:
-            raise ValueError(f"head_size must be even to turn pairs, got {head_size}")
-        self.head_size, self.theta = head_size, theta
-
-    def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Two (B, S, A) tables in float32; the second half of A repeats the first."""
-        exponents = torch.arange(0, self.head_size, 2, device=positions_BS.device, dtype=torch.float32)
-        speeds = self.theta ** -(exponents / self.head_size)
-        angles = positions_BS[..., None].to(torch.float32) * speeds
-        angles_BSA = torch.cat([angles, angles], dim=-1)
-        return angles_BSA.cos(), angles_BSA.sin()
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D)."""
+        return torch.sigmoid(self.gate(x)) * super().forward(x)

@@ -25,7 +25,7 @@ class Output(NamedTuple):
 
 
 class Cache:
-    """The past of a batch: keys and values per layer, which slots hold real tokens, how many per sequence."""
+    """The past of a batch: a cache per layer, which slots hold real tokens, how many per sequence."""
 
     def __init__(self, layers: list, batch_size: int, max_length: int, device: torch.device):
         self.layers, self.max_length, self.length = layers, max_length, 0
@@ -37,6 +37,8 @@ class Cache:
         end = self.length + valid_BS.shape[1]
         self.valid_BM[:, self.length : end] = valid_BS
         self.length = end
+        for layer in self.layers:
+            layer.expect(past_B1, valid_BS)
         return self.valid_BM[:, :end], past_B1
 
 
@@ -47,6 +49,11 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = attention_norm, attention
         self.ffn_norm, self.ffn = ffn_norm, ffn
+
+    @property
+    def reach(self) -> tuple[int | None, bool]:
+        """``window`` and ``chunked`` of the attention: how far it looks back; (None, False) to the first token."""
+        return getattr(self.attention, "window", None), getattr(self.attention, "chunked", False)
 
     def forward(
         self,
@@ -109,25 +116,29 @@ class Transformer(nn.Module):
             ValueError: more tokens than the model or the cache has room for, or a mask of another shape.
         """
         self._check(tokens_BS, mask_BS, cache)
-        visible_BSM = None
-        if mask_BS is None and cache is None:
-            if positions_BS is None:
-                positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        else:
-            valid_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
-            past_B1 = valid_BS.new_zeros(len(valid_BS), 1, dtype=torch.int64)
-            valid_BM = valid_BS
-            if cache is not None:
-                valid_BM, past_B1 = cache.append(valid_BS)
-            if positions_BS is None:
-                positions_BS = past_B1 + (valid_BS.cumsum(dim=1) - 1).clamp_min(0)
-            visible_BSM = _visible(valid_BM, tokens_BS.shape[1])
+        valid_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+        valid_BM, past_B1 = valid_BS, valid_BS.new_zeros(len(valid_BS), 1, dtype=torch.int64)
+        if cache is not None:
+            valid_BM, past_B1 = cache.append(valid_BS)
+        if positions_BS is None:
+            positions_BS = past_B1 + (valid_BS.cumsum(dim=1) - 1).clamp_min(0)
+
+        visible: dict[Any, Tensor | None] = {}
+        blocks: list[Any] = list(self.blocks)
+        for window, chunked in {block.reach for block in blocks}:
+            reach = window, chunked
+            if window is not None:
+                visible[reach] = _visible_within(window, chunked, valid_BS, past_B1, cache)
+            elif mask_BS is None and cache is None:
+                visible[reach] = None  # attention is causal by itself, which is faster than a mask
+            else:
+                visible[reach] = _visible(valid_BM.cumsum(dim=1) - 1, valid_BM, tokens_BS.shape[1])
 
         x_BSD, rotary = self.embedding(tokens_BS), self.rotary(positions_BS)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         routings = []
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x_BSD, routing = block(x_BSD, rotary, visible_BSM, mask_BS, tokens_BS, layer)
+        for block, layer in zip(blocks, layers, strict=True):
+            x_BSD, routing = block(x_BSD, rotary, visible[block.reach], mask_BS, tokens_BS, layer)
             routings.append(routing)
         return Output(self.head(self.norm(x_BSD)), tuple(routings))
 
@@ -179,9 +190,40 @@ class Transformer(nn.Module):
             raise ValueError(f"the cache holds {len(cache.valid_BM)} sequences but tokens_BS has {batch_size}")
 
 
-def _visible(valid_BM: Tensor, new: int) -> Tensor:
-    """(B, S, M): a new token sees the valid slots up to its own, and always its own (a softmax needs one)."""
-    length = valid_BM.shape[1]
-    slots = torch.arange(length, device=valid_BM.device)
-    queries = slots[length - new :, None]
-    return (valid_BM[:, None] & (slots <= queries)) | (slots == queries)
+def _visible(number_BM: Tensor, valid_BM: Tensor, new: int, window: int | None = None, chunked: bool = False) -> Tensor:
+    """(B, S, M): which keys the last ``new`` tokens may look at.
+
+    Real ones, none later than the token and all within reach; the token itself always, for a softmax needs one.
+    Reach is counted in real tokens, so padding changes nothing.
+
+    Args:
+        number_BM: how many real tokens of its sequence stand before each key.
+        valid_BM: False where a key is padding, or empty.
+        new: tokens S that ask; their own keys are the last S.
+        window: keys that a token sees, itself included.
+        chunked: see the tokens of one's own block of ``window`` instead.
+    """
+    key_B1M, query_BS1 = number_BM[:, None], number_BM[:, -new:, None]
+    seen_BSM = valid_BM[:, None] & (key_B1M <= query_BS1)
+    if window is not None:
+        near_BSM = key_B1M // window == query_BS1 // window if chunked else key_B1M > query_BS1 - window
+        seen_BSM = seen_BSM & near_BSM
+    slots = torch.arange(number_BM.shape[1], device=number_BM.device)
+    return seen_BSM | (slots == slots[-new:, None])
+
+
+def _visible_within(window: int, chunked: bool, valid_BS: Tensor, past_B1: Tensor, cache: Cache | None) -> Tensor:
+    """:func:`_visible` for layers of limited reach, whose keys are those of their cache, then the new ones.
+
+    A cache longer than the window is a ring of ``window`` slots, in which real token n stands at n mod window; a
+    shorter one holds every slot.
+    """
+    number_BM, valid_BM = past_B1 + valid_BS.cumsum(dim=1) - 1, valid_BS
+    if cache is not None and window < cache.max_length:
+        slots = torch.arange(window, device=valid_BS.device)
+        ring = past_B1 - 1 - (past_B1 - 1 - slots) % window  # the last token before now on each slot
+        number_BM, valid_BM = torch.cat([ring, number_BM], dim=1), torch.cat([ring >= 0, valid_BS], dim=1)
+    elif cache is not None:
+        valid_BM = cache.valid_BM[:, : cache.length]
+        number_BM = valid_BM.cumsum(dim=1) - 1
+    return _visible(number_BM, valid_BM, valid_BS.shape[1], window, chunked)

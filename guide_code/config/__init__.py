@@ -1,5 +1,7 @@
 """Configurations: frozen dataclasses in the words of published ``config.json`` files, checked when they are made."""
 
+from guide_code.rotary import RopeScaling
+
 from .checks import nearest
 from .model import ModelConfig
 from .moe import ACTIVATIONS, ROUTERS, MoEConfig
@@ -10,6 +12,7 @@ __all__ = [
     "ROUTERS",
     "MoEConfig",
     "ModelConfig",
+    "RopeScaling",
     "dense_twin",
     "from_dict",
     "nearest",

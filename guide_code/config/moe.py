@@ -51,6 +51,10 @@ class MoEConfig:
     """Step of that bias per optimizer step (DeepSeek-V3: 0.001)."""
     num_shared_experts: int = 0
     """Shared experts of width I each, computed as one feed-forward layer."""
+    shared_intermediate_size: int | None = None
+    """Width of that layer where it is not ``num_shared_experts`` x I (Qwen2-MoE)."""
+    shared_gate: bool = False
+    """Multiply what shared experts give by a sigmoid of the token (Qwen2-MoE)."""
     num_identity_experts: int = 0
     """Choices beyond the E experts that give the token back (``zero_expert_num`` of LongCat-Flash)."""
     weight_on_input: bool = False
@@ -72,9 +76,17 @@ class MoEConfig:
     backend: str = "auto"
     """How experts are computed: "auto" or one of ``BACKENDS``; the numbers are the same."""
 
+    @property
+    def shared_width(self) -> int:
+        """Width of the feed-forward layer that the shared experts are; 0: none."""
+        if self.shared_intermediate_size is not None:
+            return self.shared_intermediate_size
+        return self.num_shared_experts * self.moe_intermediate_size
+
     def __post_init__(self):
         at_least(self, 1, "hidden_size", "moe_intermediate_size", "num_experts", "top_k", "num_groups")
         at_least(self, 0, "num_shared_experts", "num_identity_experts")
+        at_least(self, 1, "shared_intermediate_size")
         at_least(self, 0, "expert_bias_rate", "load_balancing_coef", "z_loss_coef")
         one_of(self, "score_fn", SCORE_FNS)
         one_of(self, "group_score", GROUP_SCORES)
@@ -87,6 +99,13 @@ class MoEConfig:
                 f"several experts, got gated={self.gated}, num_shared_experts={self.num_shared_experts}, "
                 f"num_experts={self.num_experts}"
             )
+        if not self.num_shared_experts and (self.shared_gate or self.shared_intermediate_size is not None):
+            raise ValueError(
+                f"shared_gate={self.shared_gate} and shared_intermediate_size={self.shared_intermediate_size} need "
+                f"shared experts, got num_shared_experts={self.num_shared_experts}"
+            )
+        if self.num_experts == 1 and self.shared_gate:
+            raise ValueError(f"shared_gate={self.shared_gate} needs several experts, got num_experts=1: a dense layer")
         one_of(self, "capacity_priority", PRIORITIES)
         one_of(self, "router", ROUTERS)
         self._check_router()

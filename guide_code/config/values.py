@@ -1,4 +1,4 @@
-"""Configurations from and to plain values: overrides from the command line, JSON, and the dense model to compare with."""
+"""Configurations from and to plain values: command-line overrides, JSON, and the dense model to compare with."""
 
 import dataclasses
 import types
@@ -7,6 +7,7 @@ import typing
 from guide_code.config.checks import nearest
 from guide_code.config.model import ModelConfig
 from guide_code.config.moe import MoEConfig
+from guide_code.rotary import RopeScaling
 
 
 def override(config: ModelConfig, changes: dict[str, typing.Any]) -> ModelConfig:
@@ -14,7 +15,7 @@ def override(config: ModelConfig, changes: dict[str, typing.Any]) -> ModelConfig
 
     Args:
         config: what to start from.
-        changes: value by field name; a string is read as the type of the field ("4", "true", "none").
+        changes: value by field name; a string is read as the type of the field ("4", "true", "none", "0,3,7").
 
     Raises:
         ValueError: no field has that name (the nearest ones are given), or the value does not fit.
@@ -40,10 +41,13 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     """The dense model that uses as many parameters per token in its feed-forward layers, routers apart."""
     if config.moe is None:
         return config
-    if config.first_k_dense:
-        raise ValueError(f"first_k_dense={config.first_k_dense}: dense and sparse layers would need two widths")
-    active = config.moe.top_k + config.moe.num_shared_experts
-    return dataclasses.replace(config, moe=None, intermediate_size=active * config.moe.moe_intermediate_size)
+    if len(config.sparse_layers) < config.num_layers:
+        raise ValueError(
+            f"first_k_dense={config.first_k_dense}, moe_layer_step={config.moe_layer_step}, "
+            f"dense_layers={config.dense_layers}: dense and sparse layers would need two widths"
+        )
+    width = config.moe.top_k * config.moe.moe_intermediate_size + config.moe.shared_width
+    return dataclasses.replace(config, moe=None, intermediate_size=width)
 
 
 def to_dict(config: ModelConfig) -> dict[str, typing.Any]:
@@ -58,8 +62,9 @@ def from_dict(values: dict[str, typing.Any]) -> ModelConfig:
         ValueError: a name is unknown or missing.
     """
     values = dict(values)
-    if isinstance(values.get("moe"), dict):
-        values["moe"] = _make(MoEConfig, values["moe"])
+    for name, kind in (("moe", MoEConfig), ("rope_scaling", RopeScaling)):
+        if isinstance(values.get(name), dict):
+            values[name] = _make(kind, values[name])
     return _make(ModelConfig, values)
 
 
@@ -71,7 +76,7 @@ def _make(cls, values):
     missing = [n for n, f in fields.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    return cls(**values)
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _read(name, value, hint):
@@ -80,10 +85,15 @@ def _read(name, value, hint):
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value.lower() == "none" and types.NoneType in kinds:
         return None
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple:
+            return tuple(_read(name, part.strip(), typing.get_args(kind)[0]) for part in value.split(",") if part)
     try:
         if bool in kinds:
             return {"true": True, "false": False}[value.lower()]
-        return int(value) if int in kinds else float(value)
+        if int in kinds or float in kinds:
+            return int(value) if int in kinds else float(value)
     except (ValueError, KeyError):
-        wanted = " or ".join(kind.__name__.replace("NoneType", "none") for kind in kinds)
-        raise ValueError(f"{name}={value!r} is not a valid {wanted}") from None
+        pass
+    wanted = " or ".join(kind.__name__.replace("NoneType", "none") for kind in kinds)
+    raise ValueError(f"{name}={value!r} is not a valid {wanted}")
