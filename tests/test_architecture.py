@@ -61,6 +61,7 @@ ORDER = [
     "sitebuild",
     "images_cli",
     "train",
+    "offload",
     "generate",
     "cli",
 ]
