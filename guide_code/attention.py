@@ -181,7 +181,7 @@ def attend(
         scale: of the scores; None: 1 / sqrt(A).
     """
     if scale is None:
-        scale = q_BHSA.shape[-1] ** -0.5
+        scale = float(q_BHSA.shape[-1] ** -0.5)
     if sinks_H is not None:
         # One key more that scores the sink, by a channel of its own, and has a value of zeros.
         sink_BHS1 = (sinks_H.to(q_BHSA.dtype) / scale)[:, None, None].expand_as(q_BHSA[..., :1])
