@@ -148,7 +148,9 @@ def arrow(
 
 def plus(axes: Axes, x: float, y: float, palette: Palette, *, edge: str | None = None) -> None:
     """The sign of a sum: a plus in a circle of radius 10."""
-    axes.add_artist(Circle((x, y), 10, facecolor=palette.paper, edgecolor=edge or palette.line, linewidth=1.2, zorder=4))
+    axes.add_artist(
+        Circle((x, y), 10, facecolor=palette.paper, edgecolor=edge or palette.line, linewidth=1.2, zorder=4)
+    )
     for start, end in (((x - 5, y), (x + 5, y)), ((x, y - 5), (x, y + 5))):
         path(axes, [start, end], palette.ink, over=5)
 

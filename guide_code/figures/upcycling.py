@@ -43,10 +43,10 @@ def _copies(pen: Pen) -> None:
     pen.box(122, 28, 96, 44, "FFN", color=pen.expert(0), strength=0.45, size=13, bold=True)
     for expert in range(EXPERTS):
         x = 8 + 82 * expert
-        pen.flow((170, 72), (x + 39, 118), pen.expert(0))
-        pen.box(x, 118, 78, 44, f"$E_{expert}$ = FFN", color=pen.expert(0), strength=0.45, size=11)
+        pen.flow((170, 72), (x + 39, 110), pen.expert(0))
+        pen.box(x, 110, 78, 44, f"$E_{expert}$ = FFN", color=pen.expert(0), strength=0.45, size=11)
     _router(pen, "new router: random, weights sum to 1")
-    pen.words(170, 214, "at the start, output = dense output", size=11, bold=True)
+    pen.words(170, 215, "at the start, output = dense output", size=11, bold=True)
 
 
 def _shards(pen: Pen) -> None:
@@ -56,11 +56,13 @@ def _shards(pen: Pen) -> None:
         pen.box(x, 28, 24, 44, f"$F_{shard}$", color=pen.expert(shard), strength=0.45, radius=2)
         for copy in range(COPIES):
             left = 8 + 41 * (shard + SHARDS * copy)
-            pen.flow((x + 12, 72), (left + 18.5, 118), pen.expert(shard))
-            pen.box(left, 118, 37, 44, f"$F_{shard}$", color=pen.expert(shard), strength=0.45)
+            pen.flow((x + 12, 72), (left + 18.5, 110), pen.expert(shard))
+            pen.box(left, 110, 37, 44, f"$F_{shard}$", color=pen.expert(shard), strength=0.45)
+    for copy in range(COPIES):
+        pen.words(88.5 + 164 * copy, 163, f"copy {copy}", size=TINY, muted=True)
     _router(pen, "new router: the shards of one copy score alike")
-    pen.words(170, 214, "weights scaled so that the shards add up", size=11, bold=True)
+    pen.words(170, 215, "weights scaled so that the shards add up", size=11, bold=True)
 
 
 def _router(pen: Pen, text: str) -> None:
-    pen.box(8, 172, pen.width - 16, 26, text, color=pen.palette.accent, size=10.5 if len(text) < 44 else TINY)
+    pen.box(8, 175, pen.width - 16, 26, text, color=pen.palette.accent, size=10.5 if len(text) < 44 else TINY)

@@ -17,9 +17,11 @@ from guide_code.figures import (
     context_ring,
     device_mesh,
     execution_paths,
+    expert_choice,
     expert_folding,
     expert_parallel_flow,
     fine_grained_experts,
+    group_routing,
     load_over_training,
     moe_dataflow,
     offload_cache,
@@ -221,3 +223,23 @@ def test_the_time_line_is_in_order_and_dated_by_its_sources():
     for event in timeline.EVENTS:
         number = re.search(r"arXiv:(\d\d)(\d\d)\.\d{4,5}$", event.source)
         assert event.source and (number is None or event.date == f"20{number[1]}-{number[2]}"), event
+
+
+def test_the_two_group_rules_pick_other_experts():
+    best = sorted(range(16), key=lambda expert: -group_routing.SCORES[expert])
+    for rule, groups in (("max", {0, 3}), ("top2_sum", {0, 1})):
+        allowed = [expert for expert in best if expert // 4 in groups]
+        assert group_routing.chosen(rule) == allowed[: group_routing.TOP_K]
+    assert group_routing.chosen("max") == [0, 12, 2, 15] and group_routing.chosen("top2_sum") == [0, 4, 5, 2]
+
+
+def test_rows_pick_experts_or_columns_pick_tokens():
+    by_token, by_expert = (expert_choice.picks(name) for name in ("token", "expert"))
+    assert [sum(row) for row in by_token] == [2] * 6 and [sum(column) for column in zip(*by_token, strict=True)] == [
+        6,
+        4,
+        1,
+        1,
+    ]
+    assert [sum(column) for column in zip(*by_expert, strict=True)] == [3] * 4
+    assert {sum(row) for row in by_expert} == {1, 2, 3}
