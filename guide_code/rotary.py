@@ -68,9 +68,9 @@ class RopeScaling:
                 f"rope_scaling.original_max_position_embeddings={self.original_max_position_embeddings} must be at "
                 f"least 1 with rope_scaling.type={self.type!r}"
             )
-        if self.type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+        if self.type == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+                f"rope_scaling.low_freq_factor={self.low_freq_factor} must not exceed "
                 f"high_freq_factor={self.high_freq_factor}"
             )
         if self.type == "longrope" and not len(self.short_factor) == len(self.long_factor) > 0:
@@ -185,8 +185,8 @@ def _linear(speeds_F: Tensor, scaling: RopeScaling, theta: float, positions_BS: 
 
 def _llama3(speeds_F: Tensor, scaling: RopeScaling, theta: float, positions_BS: Tensor) -> tuple[Tensor, float]:
     turns_F = scaling.original_max_position_embeddings * speeds_F / (2 * math.pi)
-    kept_F = (turns_F - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept_F = kept_F.clamp(0.0, 1.0)
+    blend = max(scaling.high_freq_factor - scaling.low_freq_factor, 1e-9)  # Llama 4 has none
+    kept_F = ((turns_F - scaling.low_freq_factor) / blend).clamp(0.0, 1.0)
     return (1 - kept_F) * speeds_F / scaling.factor + kept_F * speeds_F, 1.0
 
 

@@ -8,7 +8,7 @@ from guide_code.backends import BACKENDS, available_backends
 from guide_code.build import build_model, build_moe, parameter_counts
 from guide_code.config import ROUTERS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
 from guide_code.moe import DenseFeedForward, MoE
-from guide_code.presets import PRESETS, preset, small, tiny
+from guide_code.presets import preset, small, tiny
 from guide_code.routers import ExpertChoiceRouter, HashRouter, QuantileRouter, SinkhornRouter, TopKRouter
 
 ROUTER_CLASSES = {
@@ -21,7 +21,7 @@ ROUTER_CLASSES = {
 MOE = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 8, "top_k": 2}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["tiny", "small"])
 def test_presets_build_and_survive_json(name):
     config = preset(name)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
@@ -60,9 +60,11 @@ def test_build_moe_follows_the_config():
 
 
 def test_every_backend_is_reported_and_gives_the_same():
-    assert available_backends("cpu") == dict.fromkeys(BACKENDS, "")
+    obstacles = available_backends("cpu")
+    assert {b for b, obstacle in obstacles.items() if obstacle} == {"fused"}
+    assert "TRITON_INTERPRET" in obstacles["fused"] and set(obstacles) == set(BACKENDS)
     outs = []
-    for backend in ("auto", *BACKENDS):
+    for backend in ("auto", *(b for b in BACKENDS if not obstacles[b])):
         torch.manual_seed(1)
         moe = build_moe(MoEConfig(**MOE, backend=backend))
         outs.append(moe(torch.linspace(-1, 1, 96).view(2, 3, 16)).out)

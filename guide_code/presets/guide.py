@@ -1,8 +1,6 @@
-"""Configurations by name. ``tiny`` and ``small`` are ours, sized for laptops."""
+"""``tiny`` and ``small``: our own, sized for laptops."""
 
-from collections.abc import Callable
-
-from guide_code.config import ModelConfig, MoEConfig, nearest
+from guide_code.config import ModelConfig, MoEConfig
 
 
 def tiny() -> ModelConfig:
@@ -55,17 +53,3 @@ def small() -> ModelConfig:
             z_loss_coef=0.001,
         ),
     )
-
-
-PRESETS: dict[str, Callable[[], ModelConfig]] = {"tiny": tiny, "small": small}
-
-
-def preset(name: str) -> ModelConfig:
-    """The configuration called ``name``.
-
-    Raises:
-        ValueError: there is none; the nearest names are given.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"no preset is called {name!r}{nearest(name, PRESETS)}")
-    return PRESETS[name]()
