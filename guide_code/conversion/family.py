@@ -1,4 +1,4 @@
-"""What a family of models is to the converter, and the lines that most families share."""
+"""What a family of models is to the converter, and the lines of tables that most families share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,22 @@ LAYER = "model.layers.{l}"
 NAMES: Table = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
+    "norm.bias": "model.norm.bias",
     "head.weight": "lm_head.weight",
+    "head.bias": "lm_head.bias",
     "blocks.{l}.attention_norm.weight": f"{LAYER}.input_layernorm.weight",
+    "blocks.{l}.attention_norm.bias": f"{LAYER}.input_layernorm.bias",
     "blocks.{l}.ffn_norm.weight": f"{LAYER}.post_attention_layernorm.weight",
-    "blocks.{l}.attention.q_proj.weight": f"{LAYER}.self_attn.q_proj.weight",
-    "blocks.{l}.attention.k_proj.weight": f"{LAYER}.self_attn.k_proj.weight",
-    "blocks.{l}.attention.v_proj.weight": f"{LAYER}.self_attn.v_proj.weight",
-    "blocks.{l}.attention.o_proj.weight": f"{LAYER}.self_attn.o_proj.weight",
+    "blocks.{l}.ffn_norm.bias": f"{LAYER}.post_attention_layernorm.bias",
+    **{
+        f"blocks.{{l}}.attention.{name}": f"{LAYER}.self_attn.{name}"
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for name in (f"{projection}.weight", f"{projection}.bias")
+    },
+    "blocks.{l}.attention.q_norm.weight": f"{LAYER}.self_attn.q_norm.weight",
+    "blocks.{l}.attention.k_norm.weight": f"{LAYER}.self_attn.k_norm.weight",
 }
-"""Embedding, norms and attention, as Llama named them."""
+"""Embedding, norms and attention, as Llama named them. A line without a tensor of ours is not used."""
 
 DENSE: Table = {
     "blocks.{l}.ffn.feed_forward.gate_up_proj.weight": gate_up(
@@ -44,13 +51,21 @@ EXPERTS: Table = {
 }
 """Router and experts, as Qwen and DeepSeek name them: one by one in files, stacked in the memory of transformers 5."""
 
+SHARED: Table = {
+    "blocks.{l}.ffn.shared.gate_up_proj.weight": gate_up(
+        f"{LAYER}.mlp.shared_experts.gate_proj.weight", f"{LAYER}.mlp.shared_experts.up_proj.weight"
+    ),
+    "blocks.{l}.ffn.shared.down_proj.weight": f"{LAYER}.mlp.shared_experts.down_proj.weight",
+}
+"""The shared experts of DeepSeek, one feed-forward layer."""
+
 IGNORED = {
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "computed from rope_theta",
     r"model\.rotary_emb\.inv_freq": "computed from rope_theta",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """How one family writes its models."""
 
@@ -58,7 +73,7 @@ class Family:
     """In config.json."""
     architecture: str
     """The class of transformers."""
-    table: Callable[[ModelConfig], Table]
+    table: Table
     """Which tensor is which."""
     read_config: Callable[[Fields], ModelConfig]
     """From the fields of config.json."""
@@ -66,35 +81,3 @@ class Family:
     """Back to them. May write a config that reads back otherwise: the caller compares."""
     ignored: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda hf_config: IGNORED
     """Given config.json: why a tensor is left out on purpose, by a regular expression for its name."""
-
-
-def read_shape(fields: Fields) -> dict[str, Any]:
-    """The fields of a :class:`ModelConfig` that every family has under the same names."""
-    fields.expect("hidden_act", "silu")
-    num_heads, hidden_size = fields.take("num_attention_heads"), fields.take("hidden_size")
-    return {
-        "vocab_size": fields.take("vocab_size"),
-        "hidden_size": hidden_size,
-        "num_layers": fields.take("num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": fields.take("num_key_value_heads", None) or num_heads,
-        "head_size": fields.take("head_dim", None) or hidden_size // num_heads,
-        "max_length": fields.take("max_position_embeddings"),
-        "tie_embeddings": fields.take("tie_word_embeddings", False),
-    }
-
-
-def write_shape(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of :func:`read_shape`."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.max_length,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-    }

@@ -130,14 +130,14 @@ def match(
         ValueError: as :func:`guide_code.conversion.table.check_plan`.
     """
     family = family_of(hf_config)
-    plan = make_plan(family.table(config), ours, source.tensors.keys())
+    plan = make_plan(family.table, ours, source.tensors.keys())
     return plan, check_plan(plan, ours, source.tensors, {**family.ignored(hf_config), **tied_head(ours, source)})
 
 
 def hf_entries(config: ModelConfig, hf_config: dict[str, Any], ours: dict[str, Tensor], source: Source) -> list[Entry]:
     """Every tensor of a checkpoint of transformers, made from ours when it is written."""
     entries = []
-    for name, piece in make_plan(family_of(hf_config).table(config), ours).by_theirs.items():
+    for name, piece in make_plan(family_of(hf_config).table, ours).by_theirs.items():
         like = piece.form.to_theirs(piece.region(ours[piece.ours].to("meta")))
 
         def make(piece=piece) -> Tensor:

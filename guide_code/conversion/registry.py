@@ -4,12 +4,36 @@ import dataclasses
 from typing import Any
 
 from guide_code.config import ModelConfig, MoEConfig, nearest, to_dict
-from guide_code.conversion.families.dense import LLAMA, MISTRAL
+from guide_code.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from guide_code.conversion.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from guide_code.conversion.families.glm4_moe import GLM4_MOE
+from guide_code.conversion.families.gpt_oss import GPT_OSS
+from guide_code.conversion.families.llama4 import LLAMA4
 from guide_code.conversion.families.mixtral import MIXTRAL
+from guide_code.conversion.families.olmoe import OLMOE
+from guide_code.conversion.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from guide_code.conversion.family import Family
 from guide_code.conversion.fields import Fields
 
-FAMILIES = {family.model_type: family for family in (MIXTRAL, LLAMA, MISTRAL)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        MIXTRAL,
+        OLMOE,
+        QWEN3_MOE,
+        QWEN2_MOE,
+        DEEPSEEK_V3,
+        DEEPSEEK_V2,
+        GLM4_MOE,
+        GPT_OSS,
+        LLAMA4,
+        LLAMA,
+        MISTRAL,
+        QWEN3,
+        QWEN2,
+    )
+}
+"""By ``model_type``. A configuration of ours is written as the first that computes it."""
 
 TRAINING_ONLY = (
     "router_jitter",
@@ -69,7 +93,7 @@ def write_config(config: ModelConfig, family: str | None = None) -> dict[str, An
             written |= candidate.write_config(config)
             lost = differences(read_config(written), config)
         except (ValueError, AssertionError) as error:
-            lost = [str(error) or "dense and sparse layers"]
+            lost = [str(error) or "moe=None (dense)"]
         if not lost:
             return written
         losses[candidate.model_type] = lost
@@ -88,15 +112,28 @@ def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def evaluation_part(config: ModelConfig) -> ModelConfig:
-    """The configuration with every field that changes nothing in evaluation at its default."""
+    """The configuration in one of the ways to write it: what changes nothing in evaluation is at its default."""
+    types = config.layer_types
+    config = dataclasses.replace(config, layer_types=None if set(types or ()) <= {"full_attention"} else types)
     moe = config.moe
     if moe is None:
         return config
     defaults = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
     changes = {name: defaults[name] for name in TRAINING_ONLY}
     changes["use_expert_bias"] = moe.use_expert_bias or moe.expert_bias_rate > 0
-    width = config.intermediate_size if config.first_k_dense else moe.moe_intermediate_size  # of no layer
-    return dataclasses.replace(config, intermediate_size=width, moe=dataclasses.replace(moe, **changes))
+    if moe.shared_width:
+        changes |= {"num_shared_experts": 1, "shared_intermediate_size": moe.shared_width}
+    if moe.num_groups == 1:
+        changes["group_score"] = defaults["group_score"]
+    dense = tuple(layer for layer in range(config.num_layers) if layer not in config.sparse_layers)
+    return dataclasses.replace(
+        config,
+        intermediate_size=config.intermediate_size if dense else moe.moe_intermediate_size,  # of no layer
+        first_k_dense=0,
+        moe_layer_step=1,
+        dense_layers=dense,
+        moe=dataclasses.replace(moe, **changes),
+    )
 
 
 def _flat(config: ModelConfig) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def test_a_missing_and_an_extra_tensor_are_errors_that_name_them(case, tmp_path)
         save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / SINGLE)
         with pytest.raises(ValueError, match=rf"missing \[{name}\]"):
             load_hf(tmp_path)
-    for name in ("model.layers.3.input_layernorm.weight", "model.layers.1.mlp.experts.9.extra.weight"):
+    for name in ("model.layers.7.input_layernorm.weight", "model.layers.1.mlp.experts.9.extra.weight"):
         save_file({**tensors, name: torch.zeros(2)}, tmp_path / SINGLE)
         with pytest.raises(ValueError, match=rf"unexpected \[{name}\]"):
             load_hf(tmp_path)
@@ -130,3 +130,33 @@ def test_a_missing_and_an_extra_tensor_are_errors_that_name_them(case, tmp_path)
 
 def json_of(folder):
     return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out_by_name(name, tmp_path):
+    model = make(name, num_nextn_predict_layers=2)
+    model.save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / SINGLE)
+    further = {f"model.layers.{layer}.eh_proj.weight": torch.randn(4, 4) for layer in (3, 4)}
+    save_file(tensors | further, tmp_path / "hf" / SINGLE, metadata={"format": "pt"})
+    ours = load_hf(tmp_path / "hf")
+    assert ours.origin.ignored.keys() == further.keys()
+    assert set(ours.origin.ignored.values()) == {"predicts further tokens in training (num_nextn_predict_layers)"}
+    save_hf(ours, tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors)
+    assert json_of(tmp_path / "back")["num_nextn_predict_layers"] == 0
+
+
+def test_config_files_of_before_transformers_5_mean_the_same(tmp_path):
+    """rope_theta and rope_scaling at the top, torch_dtype, and fields that only training used."""
+    model = make("deepseek_v3")
+    model.save_pretrained(tmp_path / "hf")
+    values = json_of(tmp_path / "hf")
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
+    values |= {"torch_dtype": values.pop("dtype"), "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    values |= {"moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "auto_map": {"a": "b"}}
+    del values["rope_interleave"], values["head_dim"], values["qk_head_dim"]
+    (tmp_path / "hf/config.json").write_text(json.dumps(values))
+    with torch.inference_mode():
+        assert_same_logits(load_hf(tmp_path / "hf"), model(TOKENS).logits)

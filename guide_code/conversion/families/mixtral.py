@@ -3,7 +3,8 @@
 from typing import Any
 
 from guide_code.config import ModelConfig, MoEConfig
-from guide_code.conversion.family import LAYER, NAMES, Family, read_shape, write_shape
+from guide_code.conversion.common_fields import read_shape, read_window, write_shape
+from guide_code.conversion.family import LAYER, NAMES, Family
 from guide_code.conversion.fields import Fields
 from guide_code.conversion.table import Table, gate_up
 
@@ -22,14 +23,11 @@ TABLE: Table = {
 
 def read_config(fields: Fields) -> ModelConfig:
     """The weights of the chosen experts always sum to 1."""
-    shape, width = read_shape(fields), fields.take("intermediate_size")
-    rope = fields.rope(theta=1e6)
-    fields.expect("sliding_window", None)
+    shape, width = read_shape(fields, norm_eps=1e-5, theta=1e6), fields.take("intermediate_size")
     return ModelConfig(
         **shape,
+        **read_window(fields.take("sliding_window", None), shape),
         intermediate_size=width,
-        norm_eps=fields.take("rms_norm_eps", 1e-5),
-        rope_theta=rope["rope_theta"],
         moe=MoEConfig(
             hidden_size=shape["hidden_size"],
             moe_intermediate_size=width,
@@ -44,19 +42,12 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """The inverse of :func:`read_config`."""
     assert config.moe is not None
     return write_shape(config) | {
+        "sliding_window": config.sliding_window,
         "intermediate_size": config.moe.moe_intermediate_size,
-        "rope_theta": config.rope_theta,
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
         "router_jitter_noise": config.moe.router_jitter,
-        "sliding_window": None,
     }
 
 
-MIXTRAL = Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    table=lambda config: TABLE,
-    read_config=read_config,
-    write_config=write_config,
-)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", TABLE, read_config, write_config)
