@@ -206,9 +206,10 @@ def test_fine_grained_designs_do_the_same_work():
 
 
 def test_the_cache_forgets_what_was_used_least_recently():
-    found = offload_cache.simulate([[0, 1], [2, 0], [1, 2], [3, 1]], 3)
-    assert found == [({0, 1}, {0, 1}), ({2}, {0, 1, 2}), (set(), {0, 1, 2}), ({3}, {1, 2, 3})]
-    assert offload_cache.hit_rate([[0, 1], [2, 0], [1, 2], [3, 1]], 3) == 0.5
+    trace = [[0, 1], [2, 0], [3, 0], [2, 3]]  # the oldest, 0, is in use when 1 makes room
+    found = offload_cache.simulate(trace, 3)
+    assert found == [({0, 1}, {0, 1}), ({2}, {0, 1, 2}), ({3}, {0, 2, 3}), (set(), {0, 2, 3})]
+    assert offload_cache.hit_rate(trace, 3) == 0.5
     with pytest.raises(ValueError, match="slots=1"):
         offload_cache.simulate([[0, 1]], 1)
     rates = [offload_cache.hit_rate(MEASURED["trace"], slots) for slots in range(2, 17)]
