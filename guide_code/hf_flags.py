@@ -4,8 +4,6 @@ transformers 5.24, ``integrations/moe.py``: a class decorated with ``use_experts
 its weights are laid out, and an ``_apply_gate`` for what happens between its two projections.
 """
 
-import functools
-import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -21,6 +19,8 @@ FLAGS = {
     "has_post_expert_norm": False,
 }
 """The flags that are honoured, with what an older transformers that lacks one stands for."""
+
+_ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
 def interface() -> ModuleType:
@@ -60,8 +60,9 @@ def up_name(experts: Any) -> str:
 def obstacle(experts: Any) -> str:
     """Why an experts module cannot be computed by this package; "" when it can."""
     owner = type(experts).__name__
-    for name, default in _unknown_flags().items():
-        if (value := getattr(experts, name, default)) != default:
+    for name, default in (interface().use_experts_implementation.__kwdefaults__ or {}).items():
+        known = name in FLAGS or name == "experts_interface"
+        if not known and (value := getattr(experts, name, default)) != default:
             return f"{owner} has {name}={value!r}, a flag that this version of moe-guide does not know"
     if not flag(experts, "is_concatenated") and flag(experts, "has_gate") and _has_default_gate(experts):
         return f"{owner} has is_concatenated=False (gate and up alternate), but its _apply_gate splits them in halves"
@@ -82,7 +83,10 @@ def activation(experts: Any) -> str | None:
     act_fn = experts.act_fn
     if type(act_fn) is nn.GELU:
         return "gelu" if act_fn.approximate == "none" else None
-    return _activation_names().get(type(act_fn) if isinstance(act_fn, nn.Module) else act_fn)
+    if not isinstance(act_fn, nn.Module):
+        return _ACTIVATIONS.get(act_fn)
+    theirs = {"SiLUActivation": "silu", "GELUActivation": "gelu"} if _is_of_transformers(act_fn) else {}
+    return theirs.get(type(act_fn).__name__) or _ACTIVATIONS.get(type(act_fn))
 
 
 def what_is_unknown(experts: Any) -> str:
@@ -104,21 +108,9 @@ def _has_gpt_oss_gate(experts: Any) -> bool:
     return known and (experts.alpha, experts.limit) == (1.702, 7.0)
 
 
+def _is_of_transformers(act_fn: nn.Module) -> bool:
+    return type(act_fn).__module__ == "transformers.activations"
+
+
 def _gate(experts: Any) -> Any:
     return getattr(experts._apply_gate, "__func__", experts._apply_gate)
-
-
-@functools.cache
-def _activation_names() -> dict[Any, str]:
-    from transformers.activations import ACT2FN
-
-    names = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}
-    return names | {type(ACT2FN[name]): name for name in ("silu", "gelu", "relu")}
-
-
-@functools.cache
-def _unknown_flags() -> dict[str, Any]:
-    """Flags that a later transformers has and this file does not honour, with their defaults."""
-    parameters = inspect.signature(interface().use_experts_implementation).parameters.values()
-    flags = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "experts_interface"}
-    return {name: default for name, default in flags.items() if name not in FLAGS}

@@ -107,7 +107,8 @@ def test_every_class_that_takes_part_equals_eager(model, class_name):
 def test_the_flags_are_those_of_the_installed_interface():
     parameters = inspect.signature(moe.use_experts_implementation).parameters
     flags = {name: p.default for name, p in parameters.items() if name in hf_flags.FLAGS}
-    assert flags == hf_flags.FLAGS and hf_flags._unknown_flags() == {}
+    assert flags == hf_flags.FLAGS
+    assert parameters.keys() == {"experts_class", "experts_interface", *hf_flags.FLAGS}
     found = {flag for model, name in decorated_classes() for flag in set_flags(model, name)}
     assert found == {"is_transposed", "is_concatenated", "has_bias", "has_gate", "has_post_expert_norm"}, "the sweep"
 
@@ -290,15 +291,22 @@ def test_quantised_weights_are_refused():
 def test_a_flag_of_a_later_transformers_is_refused_where_it_is_set(monkeypatch):
     later = lambda experts_class=None, *, experts_interface=None, has_gate=True, is_striped=False: None
     monkeypatch.setattr(moe, "use_experts_implementation", later)
-    hf_flags._unknown_flags.cache_clear()
-    try:
-        experts = mixtral()
-        assert_equal_to_eager(experts)
-        experts.is_striped = True
-        with pytest.raises(NotImplementedError, match="MixtralExperts has is_striped=True"):
-            run(experts, "guide", *inputs(experts))
-    finally:
-        hf_flags._unknown_flags.cache_clear()
+    experts = mixtral()
+    assert_equal_to_eager(experts)
+    experts.is_striped = True
+    with pytest.raises(NotImplementedError, match="MixtralExperts has is_striped=True"):
+        run(experts, "guide", *inputs(experts))
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_reading_the_flags_breaks_no_compiled_graph(make):
+    experts = make()
+
+    def read(x):
+        return x + len(hf_flags.obstacle(experts)) + len(hf_flags.activation(experts))
+
+    expected = float(len(hf_flags.activation(experts)))
+    assert torch.compile(read, backend="eager", fullgraph=True)(torch.zeros(1)).item() == expected
 
 
 def test_register_twice():
