@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from guide_code.build import build_model
 from guide_code.checkpoint import latest_checkpoint, load_checkpoint, load_config
-from guide_code.config import MoEConfig, dense_twin, override
+from guide_code.config import ROUTERS, MoEConfig, dense_twin, override
 from guide_code.conversion.reader import INDEX, SINGLE, FolderSource
 from guide_code.convert import app, load_hf, save_hf, upcycle
 from guide_code.presets import tiny
@@ -110,6 +110,13 @@ def test_what_matters_in_training_only_does_not_stand_in_the_way(model, tmp_path
 def test_a_config_that_we_do_not_compute_is_refused(folder, changes, words):
     rewrite(folder, **changes)
     with pytest.raises(ValueError, match=words):
+        load_hf(folder)
+
+
+@pytest.mark.skipif("sparse_mixer" in ROUTERS, reason="its router can be built")
+def test_phi_moe_is_refused_for_its_router(folder):
+    rewrite(folder, model_type="phimoe", rms_norm_eps=1e-5)
+    with pytest.raises(ValueError, match="router='sparse_mixer' must be one of top_k"):
         load_hf(folder)
 
 

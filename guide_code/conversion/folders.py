@@ -14,7 +14,7 @@ from guide_code.checkpoint import latest_checkpoint, load_config
 from guide_code.config import ModelConfig, to_dict
 from guide_code.conversion.loading import assemble_, empty_model, own_tensors, stored_dtype, tied_head
 from guide_code.conversion.quantized import plain_source
-from guide_code.conversion.reader import FolderSource, Source, read_json
+from guide_code.conversion.reader import FolderSource, PrefixSource, Source, read_json
 from guide_code.conversion.registry import differences, family_of, read_config, write_config
 from guide_code.conversion.table import Plan, check_plan, make_plan
 from guide_code.conversion.writer import Entry, new_folder, write_checkpoint, write_texts
@@ -116,9 +116,17 @@ def run(
 
 
 def open_hf(folder: Path, dtype: torch.dtype | None = None) -> tuple[Source, dict[str, Any], list[Path]]:
-    """Tensors, config.json and files of a checkpoint of transformers; quantised tensors look like plain ones."""
+    """Tensors, config.json and files of a checkpoint of transformers.
+
+    Quantised tensors look like plain ones. Of a model that also sees, only the language model is looked at.
+    """
     hf_config, files = read_json(folder / "config.json"), FolderSource(folder)
-    return plain_source(files, hf_config.get("quantization_config"), dtype or torch.bfloat16), hf_config, files.files
+    source = plain_source(files, hf_config.get("quantization_config"), dtype or torch.bfloat16)
+    if "text_config" in hf_config:
+        family = family_of(hf_config["text_config"])
+        hf_config = hf_config["text_config"] | {"architectures": [family.architecture]}
+        source = PrefixSource(source, "language_model.")
+    return source, hf_config, files.files
 
 
 def match(

@@ -120,6 +120,19 @@ class FolderSource:
         return {name: Meta(shape, _DTYPES[dtype]) for name, (shape, dtype) in kinds.items()}
 
 
+class PrefixSource:
+    """The tensors whose names begin with a prefix, which is cut off; the others keep their names."""
+
+    def __init__(self, source: Source, prefix: str):
+        self._names = {name.removeprefix(prefix): name for name in source.tensors}
+        self._source = source
+        self.tensors = {name: source.tensors[full] for name, full in self._names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        return self._source.read(self._names[name])
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

@@ -11,6 +11,7 @@ from guide_code.conversion.families.gpt_oss import GPT_OSS
 from guide_code.conversion.families.llama4 import LLAMA4
 from guide_code.conversion.families.mixtral import MIXTRAL
 from guide_code.conversion.families.olmoe import OLMOE
+from guide_code.conversion.families.phimoe import PHIMOE
 from guide_code.conversion.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from guide_code.conversion.family import Family
 from guide_code.conversion.fields import Fields
@@ -27,6 +28,7 @@ FAMILIES = {
         GLM4_MOE,
         GPT_OSS,
         LLAMA4,
+        PHIMOE,
         LLAMA,
         MISTRAL,
         QWEN3,

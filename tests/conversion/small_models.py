@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+from guide_code.config import ROUTERS
+
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 40,
@@ -80,6 +82,12 @@ MODELS = {
     "qwen2": ("Qwen2", {"intermediate_size": 56}),
     "qwen3": ("Qwen3", {"intermediate_size": 56, "head_dim": 12}),
 }
+if "sparse_mixer" in ROUTERS:
+    MODELS["phimoe"] = (
+        "Phimoe",
+        {"intermediate_size": 24, "num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.2, "rms_norm_eps": 1e-4},
+    )
 """By name: prefix of the classes, and the fields that differ from ``SHAPE``. Heads times their size, the widths of
 experts and of dense layers all differ from the hidden size."""
 

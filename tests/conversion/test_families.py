@@ -160,3 +160,21 @@ def test_config_files_of_before_transformers_5_mean_the_same(tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(values))
     with torch.inference_mode():
         assert_same_logits(load_hf(tmp_path / "hf"), model(TOKENS).logits)
+
+
+def test_the_language_model_of_a_llama4_that_also_sees(tmp_path):
+    model = make("llama4_text")
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    both = transformers.Llama4Config(text_config=model.config.to_dict(), vision_config=vision)
+    seeing = transformers.Llama4ForConditionalGeneration(both)
+    seeing.language_model.load_state_dict(model.state_dict())
+    seeing.save_pretrained(tmp_path / "hf")
+    names = FolderSource(tmp_path / "hf").tensors
+    ours = load_hf(tmp_path / "hf")
+    with torch.inference_mode():
+        assert_same_logits(ours, model(TOKENS).logits)
+    assert len(ours.origin.ignored) == sum("language_model" not in name for name in names) > 10
+    save_hf(ours, tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), model.state_dict())
+    assert json_of(tmp_path / "back")["model_type"] == "llama4_text"

@@ -4,7 +4,7 @@ from typing import Any
 
 from guide_code.config import ModelConfig, MoEConfig
 from guide_code.conversion.common_fields import read_biases, read_shape, write_biases, write_shape
-from guide_code.conversion.family import LAYER, NAMES, Family
+from guide_code.conversion.family import IGNORED, LAYER, NAMES, Family
 from guide_code.conversion.fields import Fields
 from guide_code.conversion.table import TRANSPOSED, Table, gate_up, part
 
@@ -92,4 +92,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     return write_shape(config) | write_biases(config) | values
 
 
-LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", TABLE, read_config, write_config)
+EYES = {
+    r"vision_model\..*": "sees images: only the language model is converted",
+    r"multi_modal_projector\..*": "sees images: only the language model is converted",
+}
+
+LLAMA4 = Family(
+    "llama4_text", "Llama4ForCausalLM", TABLE, read_config, write_config, lambda hf_config: {**IGNORED, **EYES}
+)
