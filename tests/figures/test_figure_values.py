@@ -23,6 +23,7 @@ from guide_code.figures import (
     fine_grained_experts,
     group_routing,
     load_over_training,
+    memory_by_strategy,
     moe_dataflow,
     offload_cache,
     pipeline_schedules,
@@ -31,8 +32,10 @@ from guide_code.figures import (
     router_order,
     shapes,
     timeline,
+    total_vs_active,
     zero_stages,
 )
+from guide_code.presets import preset
 from guide_code.routers import top_k_routing
 
 MEASURED = json.loads((ROOT / "docs/data/results/load_over_training.json").read_text())
@@ -65,6 +68,34 @@ def test_every_router_chooses_once_and_names_its_source():
         kinds = [kind for _, kind in router.steps]
         assert kinds.count("score") == 1 and "choice" in kinds and kinds.count("scale") <= 1
         assert re.search(r"arXiv:\d{4}\.\d{5}|transformers", router.source)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    {
+        "Mixtral 8x7B": "mixtral-8x7b",
+        "Qwen3 30B-A3B": "qwen3-30b-a3b",
+        "OLMoE 1B-7B": "olmoe-1b-7b",
+        "DeepSeek-V2": "deepseek-v2",
+        "DeepSeek-V3": "deepseek-v3",
+        "gpt-oss 120b": "gpt-oss-120b",
+    }.items(),
+)
+def test_a_routers_steps_are_those_of_its_preset(model, name):
+    moe = preset(name).moe
+    steps = [words for words, _ in next(router for router in router_order.ROUTERS if router.model == model).steps]
+    order = [moe.score_fn]
+    if moe.use_expert_bias:
+        order.append("+ bias for the choice")
+    if moe.num_groups > 1:
+        rule = {"max": "max", "top2_sum": "top-2 sum"}[moe.group_score]
+        order.append(f"{moe.top_k_groups} of {moe.num_groups} groups by {rule}")
+    order += [f"top {moe.top_k}"] + ["\u00f7 sum"] * moe.norm_topk_prob
+    order += [f"\u00d7 {moe.routed_scaling_factor:g}"] * (moe.routed_scaling_factor != 1)
+    if model.startswith("gpt-oss"):  # softmax over all, top k, divide by the sum: the same as softmax over the k
+        assert order == ["softmax", "top 4", "\u00f7 sum"] and moe.router_bias
+        order = ["top 4", "softmax over the 4"]
+    assert steps == order
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
@@ -244,3 +275,36 @@ def test_rows_pick_experts_or_columns_pick_tokens():
     ]
     assert [sum(column) for column in zip(*by_expert, strict=True)] == [3] * 4
     assert {sum(row) for row in by_expert} == {1, 2, 3}
+
+
+def test_published_sizes_are_those_of_the_papers():
+    billions = {name: (count.active / 1e9, count.total / 1e9) for name, count in total_vs_active.published().items()}
+    assert list(billions) == sorted(billions, key=lambda name: -billions[name][1])
+    stated = {  # the model cards and papers; gpt-oss and Kimi count without embeddings, hence the margins
+        "mixtral-8x7b": (12.9, 46.7),
+        "deepseek-v3": (37, 671),
+        "qwen3-30b-a3b": (3.3, 30.5),
+        "qwen3-235b-a22b": (22, 235),
+        "olmoe-1b-7b": (1.3, 6.9),
+        "kimi-k2": (32, 1000),
+        "gpt-oss-120b": (5.1, 117),
+    }
+    for name, (active, total) in stated.items():
+        assert billions[name] == (pytest.approx(active, rel=0.13), pytest.approx(total, rel=0.03))
+    for name, said in re.findall(r"([a-z][\w-]+-[\w-]+) ([\d.]+ of [\d.,]+\d)", total_vs_active.ALT):
+        active, total = (float(number.replace(",", "")) for number in said.split(" of "))
+        assert active == float(f"{billions[name][0]:.2g}") and total == float(
+            f"{billions[name][1]:.{max(3, len(str(int(total))))}g}"
+        ), name
+
+
+def test_memory_follows_its_formula():
+    count = total_vs_active.Parameters(total=100, active=20, experts=80)
+    held = memory_by_strategy.gigabytes(memory_by_strategy.Strategy("ZeRO-1", experts=8, stages=2), count, ranks=40)
+    assert held == pytest.approx({"parameters": 30e-9, "gradients": 30e-9, "optimizer": 30e-9})  # 20 / 2 + 80 / 16 = 15
+    plain = memory_by_strategy.gigabytes(memory_by_strategy.Strategy(), count)
+    assert sum(plain.values()) == pytest.approx(16 * 100e-9)
+    count = total_vs_active.parameters(memory_by_strategy.PRESET)
+    for strategy in memory_by_strategy.STRATEGIES.values():
+        total = sum(memory_by_strategy.gigabytes(strategy, count).values())
+        assert re.search(rf"\b{total:.3g}\b".replace(".", r"\."), memory_by_strategy.ALT)

@@ -112,8 +112,8 @@ def is_a_tint(color, palette):
 def test_there_are_the_figures_that_the_guide_promises():
     promised = """dense_vs_moe router_anatomy router_order expert_choice group_routing capacity_drops pooled_loss
         load_over_training execution_paths moe_dataflow expert_parallel_flow data_parallel zero_stages tensor_parallel
-        sequence_parallel pipeline_schedules context_ring expert_parallel expert_folding device_mesh
-        fine_grained_experts upcycling offload_cache timeline"""
+        sequence_parallel pipeline_schedules context_ring expert_parallel expert_folding device_mesh memory_by_strategy
+        fine_grained_experts upcycling offload_cache timeline total_vs_active"""
     assert set(promised.split()) <= set(NAMES)
 
 
