@@ -25,6 +25,12 @@ def generate(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_FORWARD, add_help_option=False)
+def models(context: typer.Context) -> None:
+    """List the presets: parameters, operations per token, cache per token, and bytes of the weights."""
+    _call(context)
+
+
+@app.command(context_settings=_FORWARD, add_help_option=False)
 def conventions(context: typer.Context) -> None:
     """Compare the load-balancing conventions: values, directions, and coefficients of equal pressure."""
     _call(context)

@@ -215,7 +215,8 @@ def coefficients(names: Sequence[str] | None = None) -> Table:
         config = preset(name)
         if config.moe is not None:
             source = config.moe.load_balancing_convention, config.moe.load_balancing_coef
-            rows.append(_equivalents(name, *source, config.moe.top_k, config.num_layers, config.first_k_dense))
+            dense = config.num_layers - len(config.sparse_layers)
+            rows.append(_equivalents(name, *source, config.moe.top_k, config.num_layers, dense))
     if names is None:
         rows += [_equivalents(name, "hf", coef, k, layers, 0) for name, (coef, k, layers) in PUBLISHED.items()]
     columns = ("model", "K", "MoE layers", *(", ".join(group) for group in _equal_conventions()))

@@ -21,7 +21,15 @@ def test_help_lists_the_commands_without_importing_torch():
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("train", "--preset"), ("generate", "--prompt"), ("conventions", "--preset"), ("images", "publish"), ("convert", "--to"), ("verify", "--tolerance")],
+    [
+        ("train", "--preset"),
+        ("generate", "--prompt"),
+        ("conventions", "--preset"),
+        ("models", "--context"),
+        ("images", "publish"),
+        ("convert", "--to"),
+        ("verify", "--tolerance"),
+    ],
 )
 def test_commands_have_their_own_help(command, option, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")

@@ -72,6 +72,6 @@ def preset(name: str, *, allow_unverified: bool = False) -> ModelConfig:
     make, fields = _WITH_DOUBT[name]
     config = make()
     if not allow_unverified:
-        shown = ", ".join(f"{f}={getattr(config.moe if hasattr(config.moe, f) else config, f)}" for f in fields)
+        shown = ", ".join(f"{field}={getattr(config, field, getattr(config.moe, field, None))}" for field in fields)
         raise ValueError(f"preset {name!r} has unverified values ({shown}); pass allow_unverified=True to take them")
     return config
