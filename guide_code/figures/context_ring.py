@@ -34,12 +34,18 @@ def work(zigzag: bool) -> list[float]:
 
 def draw(palette: Palette, layout: str) -> Figure:
     """The ring above, the two ways to split below."""
+    least, *_, most = work(zigzag=False)
     return panels(
         palette,
         layout,
         [
             Panel("Keys and values go round", 208, _ring, "queries stay", full=True),
-            Panel("Contiguous parts", 262, lambda pen: _mask(pen, zigzag=False), "rank 3 works 7 times as long"),
+            Panel(
+                "Contiguous parts",
+                262,
+                lambda pen: _mask(pen, zigzag=False),
+                f"rank {RANKS - 1} works {most / least:g} times as long",
+            ),
             Panel("Zigzag parts", 262, lambda pen: _mask(pen, zigzag=True), "equal work"),
         ],
     )

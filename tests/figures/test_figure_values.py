@@ -35,6 +35,7 @@ from guide_code.figures import (
     total_vs_active,
     zero_stages,
 )
+from guide_code.figures.measure import load_over_training as measure
 from guide_code.presets import preset
 from guide_code.routers import top_k_routing
 
@@ -125,7 +126,9 @@ def test_the_pooled_loss_hides_the_collapse():
 
 
 def test_the_measured_loads_are_shares_and_the_description_holds():
-    assert {"command", "machine", "versions", "date", "settings"} <= set(MEASURED)
+    assert {"command", "machine", "versions", "date"} <= set(MEASURED)
+    assert MEASURED["settings"] == measure.RUNS, "measure again after a change of the settings"
+    assert MEASURED["steps"] == list(range(measure.BLOCK, measure.STEPS + 1, measure.BLOCK))
     for shares in MEASURED["shares"].values():
         assert len(shares) == len(MEASURED["steps"])
         assert all(sum(row) == pytest.approx(1, abs=1e-3) and len(row) == 16 for row in shares)
