@@ -199,7 +199,7 @@ def test_the_gallery_shows_it_once_with_a_sentence_and_its_module(name):
     found = re.findall(rf"^!\[(.*)\]\(figure:{name}\)$", GALLERY, re.MULTILINE)
     assert len(found) == 1
     assert 30 < len(found[0]) < 220 and found[0].endswith(".") and not re.search(r"[.!?] [A-Z]", found[0])
-    assert f"guide_code/figures/{name}.py" in GALLERY
+    assert f"[`guide_code/figures/{name}.py`](api/guide_code.figures.{name}.md)" in GALLERY
 
 
 @pytest.mark.parametrize("palette", PALETTES, ids=lambda palette: palette.name)
