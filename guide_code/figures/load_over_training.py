@@ -15,8 +15,8 @@ DATA = ("results/load_over_training.json",)
 LAYOUTS = ("wide", "narrow")
 ALT = (
     "Four charts over 300 training steps of a small model with sixteen experts and two choices per token. Without "
-    "balancing one expert ends with 41 % of the assignments and five with almost none. With a balancing loss all "
-    "sixteen end between 1 % and 10 %, with a bias on the choice between 5 % and 7 %; the fair share is 6.25 %. The "
+    "balancing one expert ends with 38 % of the assignments and eight with almost none. With a balancing loss all "
+    "sixteen end between 2 % and 10 %, with a bias on the choice between 5 % and 8 %; the fair share is 6.25 %. The "
     "fourth chart shows the share of the busiest expert in units of the fair share: it stays above 5 without balancing "
     "and ends below 2 with either way."
 )
