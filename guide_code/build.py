@@ -24,6 +24,7 @@ from guide_code.routers import (
     QuantileRouter,
     Routing,
     SinkhornRouter,
+    SparseMixerRouter,
     TopKRouter,
     hash_table,
 )
@@ -86,6 +87,8 @@ def _build_router(config: MoEConfig) -> TopKRouter:
         return HashRouter(*sizes, hash_table(config.vocab_size, config.num_experts, config.top_k), **options)
     if config.router == "sinkhorn":
         return SinkhornRouter(*sizes, config.top_k, **options)
+    if config.router == "sparse_mixer":
+        return SparseMixerRouter(*sizes, config.top_k, **options)
     if config.router == "quantile":
         return QuantileRouter(*sizes, config.top_k, **options)
     return TopKRouter(

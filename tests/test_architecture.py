@@ -12,7 +12,9 @@ from guide_code.sitebuild.imports import imported_files
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "guide_code"
 
-ROUTERS = [f"routers/{name}" for name in ("top_k", "expert_choice", "hashed", "sinkhorn", "quantile", "replay")]
+ROUTERS = [
+    f"routers/{name}" for name in ("top_k", "expert_choice", "hashed", "sinkhorn", "quantile", "sparse_mixer", "replay")
+]
 
 LEAVES = [
     *ROUTERS,
@@ -96,6 +98,7 @@ SMOKE = {
     "routers/hashed": "hashed.HashRouter(8, 4, hashed.hash_table(9, 4, 2))(torch.randn(1, 8), None, torch.tensor([3]))",
     "routers/sinkhorn": "sinkhorn.SinkhornRouter(8, 4, 2)(torch.randn(3, 8))",
     "routers/quantile": "quantile.QuantileRouter(8, 4, 2)(torch.randn(3, 8))",
+    "routers/sparse_mixer": "sparse_mixer.SparseMixerRouter(8, 4, 2)(torch.randn(3, 8))",
     "routers/replay": "replay.ReplayRouter(replay.TopKRouter(8, 4, 2), torch.tensor([[0, 1]]))(torch.randn(1, 8))",
     "balance": "balance.load_balancing_loss(torch.rand(3, 4), torch.zeros(3, 1, dtype=torch.int64))",
     "load_metrics": "load_metrics.load_entropy(torch.tensor([1, 2]))",

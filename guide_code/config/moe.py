@@ -12,7 +12,7 @@ from guide_code.config.checks import at_least, one_of
 from guide_code.routers import GROUP_SCORES, SCORE_FNS
 
 ACTIVATIONS = ("gelu", "relu", "silu", "swigluoai")
-ROUTERS = ("top_k", "expert_choice", "hash", "sinkhorn", "quantile")
+ROUTERS = ("top_k", "expert_choice", "hash", "sinkhorn", "quantile", "sparse_mixer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class MoEConfig:
     group_score: str = "top2_sum"
     router_bias: bool = False
     router_jitter: float = 0.0
+    """Noise on what the router sees in training; with ``router="sparse_mixer"`` half the margin within which experts
+    are rivals (Phi-3.5-MoE: 0.01)."""
     use_expert_bias: bool = False
     """Keep a bias that moves the choice; on by itself when ``expert_bias_rate`` is above 0."""
     expert_bias_rate: float = 0.0
@@ -149,5 +151,7 @@ class MoEConfig:
             raise ValueError(f"capacity_factor={self.capacity_factor}: {router} never overfills an expert")
         if self.router == "hash" and self.vocab_size is None:
             raise ValueError(f"vocab_size=None: {router} needs the number of token ids")
+        if self.router == "sparse_mixer" and self.score_fn != "softmax":
+            raise ValueError(f"score_fn={self.score_fn!r} must be 'softmax' with {router}")
         if self.router == "quantile" and self.top_k >= self.num_experts > 1:
             raise ValueError(f"top_k={self.top_k} must be below num_experts={self.num_experts} with {router}")

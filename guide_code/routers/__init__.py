@@ -9,6 +9,7 @@ from .hashed import HashRouter, hash_table
 from .quantile import QuantileRouter, quantile_bias
 from .replay import ReplayRouter, replay_routing
 from .sinkhorn import SinkhornRouter, sinkhorn_plan
+from .sparse_mixer import SparseMixerRouter, sparse_mixer_ids, sparse_mixer_weights
 from .top_k import GROUP_SCORES, SCORE_FNS, Routing, TopKRouter, top_k_routing
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "ReplayRouter",
     "Routing",
     "SinkhornRouter",
+    "SparseMixerRouter",
     "TopKRouter",
     "expert_choice_routing",
     "hash_table",
     "quantile_bias",
     "replay_routing",
     "sinkhorn_plan",
+    "sparse_mixer_ids",
+    "sparse_mixer_weights",
     "top_k_routing",
 ]
