@@ -122,6 +122,8 @@ def evaluation_part(config: ModelConfig) -> ModelConfig:
         return config
     defaults = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
     changes = {name: defaults[name] for name in TRAINING_ONLY}
+    if moe.router == "sparse_mixer":
+        changes["router_jitter"] = moe.router_jitter  # decides who has a share, in evaluation too
     changes["use_expert_bias"] = moe.use_expert_bias or moe.expert_bias_rate > 0
     if moe.shared_width:
         changes |= {"num_shared_experts": 1, "shared_intermediate_size": moe.shared_width}

@@ -178,3 +178,27 @@ def test_the_language_model_of_a_llama4_that_also_sees(tmp_path):
     save_hf(ours, tmp_path / "back")
     assert_same_tensors(tensors_of(tmp_path / "back"), model.state_dict())
     assert json_of(tmp_path / "back")["model_type"] == "llama4_text"
+
+
+@pytest.mark.skipif("phimoe" not in MODELS, reason="its router cannot be built yet")
+@pytest.mark.parametrize(
+    ("original", "long_factor", "equal"),
+    [
+        (64, [1.0, 2.0, 3.0, 4.0, 5.0], True),
+        (16, [1.0, 1.1, 1.2, 1.3, 1.4], True),
+        (16, [1.0, 2.0, 3.0, 4.0, 5.0], False),
+    ],
+)
+def test_phi_moe_with_its_long_context(original, long_factor, equal, tmp_path):
+    """Beyond the original context transformers takes ``long_mscale`` but stays at ``short_factor``: pinned
+    as its fault, since LongRoPE (arXiv:2402.13753) is about the factors, so that we notice a repair."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4], "long_factor": long_factor}
+    model = make("phimoe", rope_parameters=rope | {"short_mscale": 1.1, "long_mscale": 1.3})
+    model.save_pretrained(tmp_path / "hf")
+    ours = load_hf(tmp_path / "hf")
+    with torch.inference_mode():
+        difference = relative_rms(ours(TOKENS).logits, model(TOKENS).logits)
+    assert difference < 2e-5 if equal else difference > 0.01
+    save_hf(ours, tmp_path / "back", family="phimoe")
+    assert load_hf(tmp_path / "back").origin.config == ours.origin.config
