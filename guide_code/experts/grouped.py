@@ -7,6 +7,8 @@ Copy alone: needs torch only (2.10 or later).
 T tokens, D hidden size, I expert intermediate size, E experts, K choices per token, N = T*K assignments.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -163,11 +165,50 @@ def _activate(hidden: Tensor, activation: str, gated: bool) -> Tensor:
 
 def _grouped_linear(rows_NI: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     """Rows ends[e-1]:ends[e] times the transpose of weight[e] (E, O, I): (N, O). Rows past the last end: anything."""
+    if torch.compiler.is_compiling():  # F.grouped_mm compiles in bfloat16 only, and a loop over experts not at all
+        return _grouped_linear_op(rows_NI, weight, ends_E)
     if not grouped_mm_obstacle(weight):
         return F.grouped_mm(rows_NI, weight.transpose(-2, -1), offs=ends_E)
     ends = ends_E.tolist()
     parts = [F.linear(rows_NI[a:b], w) for a, b, w in zip([0, *ends], ends, weight.unbind(), strict=False)]
     return torch.cat([*parts, rows_NI.new_zeros(len(rows_NI) - ends[-1], weight.shape[1])])
+
+
+# Named after the module: a copy of this file in another package registers operators of its own.
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::grouped_linear", mutates_args=())
+def _grouped_linear_op(rows_NI: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    return _grouped_linear(rows_NI, weight, ends_E)
+
+
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward_op(
+    grad_NO: Tensor, rows_NI: Tensor, weight: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_rows_NI = _grouped_linear(grad_NO, weight.mT, ends_E)
+    if not grouped_mm_obstacle(weight):
+        return grad_rows_NI, F.grouped_mm(grad_NO.t(), rows_NI, offs=ends_E)
+    ends = ends_E.tolist()
+    grads = [grad_NO[a:b].t() @ rows_NI[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return grad_rows_NI, torch.stack(grads)
+
+
+@_grouped_linear_op.register_fake
+def _grouped_linear_fake(rows_NI, weight, ends_E):
+    return rows_NI.new_empty(len(rows_NI), weight.shape[1])
+
+
+@_grouped_linear_backward_op.register_fake
+def _grouped_linear_backward_fake(grad_NO, rows_NI, weight, ends_E):
+    return rows_NI.new_empty(rows_NI.shape), weight.new_empty(weight.shape)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+@functools.partial(_grouped_linear_op.register_autograd, setup_context=_save_for_backward)
+def _grouped_linear_gradient(ctx, grad_NO):
+    return *_grouped_linear_backward_op(grad_NO.contiguous(), *ctx.saved_tensors), None
 
 
 class _Dispatch(torch.autograd.Function):
