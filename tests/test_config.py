@@ -6,7 +6,7 @@ import torch
 
 from guide_code.backends import BACKENDS, available_backends
 from guide_code.build import build_model, build_moe, parameter_counts
-from guide_code.config import ROUTERS, ModelConfig, MoEConfig, dense_twin, from_dict, override, to_dict
+from guide_code.config import ROUTERS, ModelConfig, MoEConfig, RopeScaling, dense_twin, from_dict, override, to_dict
 from guide_code.moe import DenseFeedForward, MoE
 from guide_code.presets import preset, small, tiny
 from guide_code.routers import (
@@ -219,3 +219,80 @@ def test_init_gives_every_kind_of_weight_its_value():
     assert block.ffn.experts.gate_up_proj.std().item() == pytest.approx(128**-0.5, rel=0.05)
     assert block.ffn.experts.down_proj.std().item() == pytest.approx(512**-0.5, rel=0.05)
     assert block.attention.o_proj.weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
+
+
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 6, "num_kv_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"qk_norm": "heads"}, "qk_norm='heads' must be one of .*did you mean head"),
+        ({"norm": "batch"}, "norm='batch' must be one of rms, layer"),
+        ({"partial_rotary_factor": 0.0}, r"partial_rotary_factor=0.0 must be in \(0, 1\]"),
+        ({"partial_rotary_factor": 0.05}, "head_size=32 x partial_rotary_factor=0.05 must be even"),
+        ({"layer_types": ("full_attention",)}, "layer_types has 1 entries but num_layers=2"),
+        ({"layer_types": ("full_attention", "sparse")}, "layer_types has 'sparse'; valid: full_attention"),
+        ({"sliding_window": 4}, "sliding_window=4 and layer_types with 0 of 'sliding_attention'"),
+        (
+            {"layer_types": ("chunked_attention",) * 2},
+            "attention_chunk_size=None and layer_types with 2 of 'chunked_attention'",
+        ),
+        ({"nope_layers": (2,)}, r"nope_layers=\(2,\) must be in \[0, num_layers=2\)"),
+        ({"attn_temperature_tuning": True}, "attn_temperature_tuning=True acts in nope_layers only"),
+        ({"tie_embeddings": True, "head_bias": True}, "head_bias=True cannot be had with tie_embeddings=True"),
+        ({"moe_layer_step": 0}, "moe_layer_step=0 must be at least 1"),
+        ({"v_head_dim": 4}, "v_head_dim=4 needs kv_lora_rank, got None"),
+        ({"kv_lora_rank": 8}, "kv_lora_rank=8 needs qk_nope_head_dim, qk_rope_head_dim, v_head_dim"),
+        (LATENT | {"qk_rope_head_dim": 10}, "head_size=32 must be qk_nope_head_dim=20 . qk_rope_head_dim=10"),
+        (LATENT | {"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=4 with kv_lora_rank"),
+        (LATENT | {"qk_norm": "head"}, "qk_norm='head' must be 'none' with kv_lora_rank=8"),
+    ],
+)
+def test_bad_architectures_are_named_with_their_values(fields, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(tiny(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"shared_gate": True}, "shared_gate=True .* need shared experts, got num_shared_experts=0"),
+        ({"shared_intermediate_size": 4}, "shared_intermediate_size=4 need shared experts"),
+        (
+            {"num_experts": 1, "top_k": 1, "num_shared_experts": 1, "shared_gate": True},
+            "shared_gate=True needs several",
+        ),
+        ({"router": "sparse_mixer", "score_fn": "sigmoid"}, "score_fn='sigmoid' must be 'softmax' with router"),
+    ],
+)
+def test_bad_shared_experts_and_mixers_are_named_with_their_values(fields, words):
+    with pytest.raises(ValueError, match=words):
+        MoEConfig(**{**MOE, **fields})
+
+
+def test_sparse_layers_are_those_of_step_and_lists():
+    config = dataclasses.replace(override(tiny(), {"num_layers": 8}), first_k_dense=1)
+    assert config.sparse_layers == (1, 2, 3, 4, 5, 6, 7)
+    assert dataclasses.replace(config, moe_layer_step=2, dense_layers=(3,)).sparse_layers == (1, 5, 7)
+    assert dataclasses.replace(config, moe=None).sparse_layers == ()
+    model = build_model(dataclasses.replace(config, moe_layer_step=2, dense_layers=(3,)))
+    assert [isinstance(block.ffn, MoE) for block in model.blocks] == [n in (1, 5, 7) for n in range(8)]
+
+
+def test_tuples_and_scalings_survive_json_and_overrides():
+    scaling = RopeScaling(type="yarn", factor=2.0, original_max_position_embeddings=16)
+    config = dataclasses.replace(
+        tiny(), rope_scaling=scaling, nope_layers=(1,), sliding_window=4,
+        layer_types=("sliding_attention", "full_attention"),
+    )  # fmt: skip
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    changed = override(
+        config, {"nope_layers": "0,1", "rope_scaling": "none", "layer_types": "full_attention, sliding_attention"}
+    )
+    assert changed.nope_layers == (0, 1) and changed.rope_scaling is None
+    assert changed.layer_types == ("full_attention", "sliding_attention")
+    with pytest.raises(ValueError, match="rope_scaling='yarn' is not a valid RopeScaling or none"):
+        override(config, {"rope_scaling": "yarn"})
+    with pytest.raises(ValueError, match="RopeScaling has no field 'factr'; did you mean factor"):
+        from_dict({**to_dict(config), "rope_scaling": {"type": "linear", "factr": 2.0}})
