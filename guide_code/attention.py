@@ -17,7 +17,7 @@ from .rotary import Rotary, rotate
 
 
 class KVCache:
-    """Two buffers (B, U, max_length, A) filled from the left: the keys and values of one layer, or latents.
+    """Two buffers (B, U, max_length, any width) filled from the left: keys and values of one layer, or latents.
 
     Slots hold tokens in the order in which they came, padding included; who may see which slot is the model's
     affair.
@@ -29,11 +29,11 @@ class KVCache:
     def expect(self, past_B1: Tensor, valid_BS: Tensor) -> None:
         """What :class:`WindowCache` needs to know before the next tokens; nothing here."""
 
-    def append(self, keys_BUSA: Tensor, values_BUSA: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens; return all keys and values so far, (B, U, M, A) each."""
+    def append(self, keys_BUSA: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens; return all keys and values so far, (B, U, M, A) and (B, U, M, width of a value)."""
         end = self.length + keys_BUSA.shape[2]
         self.keys[:, :, self.length : end] = keys_BUSA
-        self.values[:, :, self.length : end] = values_BUSA
+        self.values[:, :, self.length : end] = values
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 

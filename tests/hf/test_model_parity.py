@@ -9,8 +9,9 @@ import transformers
 from torch import nn
 
 from guide_code.build import build_model
-from guide_code.config import ModelConfig, MoEConfig, RopeScaling
+from guide_code.config import ModelConfig, MoEConfig, RopeScaling, override
 from guide_code.testing.contract import relative_rms
+from tests.shapes import watch_shapes
 
 D, H, U, A, I, E, K, L, V = 24, 6, 2, 8, 20, 8, 3, 4, 50  # noqa: E741
 LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5}
@@ -317,3 +318,15 @@ def test_every_parameter_learns(family):
         gradients = {name: p.grad for name, p in model.named_parameters()}
         assert not [name for name, grad in gradients.items() if grad is None or not grad.isfinite().all()]
         assert not [name for name, grad in gradients.items() if not grad.any()]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_suffixes_tell_the_truth(family):
+    config = override(family()[1], {"backend": "grouped"})
+    model, tokens_BS, mask_BS = build_model(config), torch.randint(0, V, (5, 13)), torch.ones(5, 13)
+    mask_BS[0, :3] = 0
+    with watch_shapes() as watch:
+        logits = model(tokens_BS, mask_BS=mask_BS).logits
+        logits.backward(torch.randn_like(logits))
+        model.generate(tokens_BS, 2, mask_BS=mask_BS)
+    assert not watch.complaints and watch.looked_at > 300
