@@ -4,6 +4,7 @@ Each family has one table of names, in ``guide_code/conversion/families``, which
 """
 
 import json
+import shutil
 import time
 from collections import Counter
 from enum import StrEnum
@@ -18,7 +19,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from torch import nn
 
 from guide_code.config import ModelConfig
-from guide_code.conversion.folders import SHARD_BYTES, hf_config_for, hf_entries, kind_of, match, open_hf, prepare, run
+from guide_code.conversion.folders import (
+    SHARD_BYTES,
+    carried_files,
+    hf_config_for,
+    hf_entries,
+    kind_of,
+    match,
+    open_hf,
+    prepare,
+    run,
+)
 from guide_code.conversion.loading import Origin, empty_model, fill_, own_tensors
 from guide_code.conversion.reader import MemorySource
 from guide_code.conversion.registry import read_config
@@ -46,14 +57,16 @@ def load_hf(path_or_model: str | Path | nn.Module, *, dtype: torch.dtype | None 
     """
     if isinstance(path_or_model, nn.Module):
         their_config: Any = path_or_model.config
-        hf_config, source = their_config.to_dict(), MemorySource(path_or_model.state_dict())
+        hf_config, source, carried = their_config.to_dict(), MemorySource(path_or_model.state_dict()), ()
     else:
-        source, hf_config, _ = open_hf(_local(path_or_model), dtype)
+        folder = _local(path_or_model)
+        source, hf_config, _ = open_hf(folder, dtype)
+        carried = tuple(carried_files(folder))
     config = read_config(hf_config)
     model = empty_model(config)
     plan, ignored = match(hf_config, config, own_tensors(model), source)
     fill_(model, plan, source, dtype)
-    model.__dict__["origin"] = Origin(config, hf_config, ignored)
+    model.__dict__["origin"] = Origin(config, hf_config, ignored, carried)
     return model.eval()
 
 
@@ -66,6 +79,8 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model so that transformers loads it: config.json and safetensors files, with an index when several.
+
+    The files of the tokenizer come along when the model was loaded from a folder that still has them.
 
     Args:
         model: its weights are written as they are.
@@ -85,10 +100,13 @@ def save_hf(
     ours = own_tensors(model)
     known = origin.hf_config if origin else {}
     hf_config = hf_config_for(config, known, ours["embedding.weight"].dtype, family)
-    entries = hf_entries(config, hf_config, ours, MemorySource(ours))
+    entries = hf_entries(hf_config, ours, MemorySource(ours))
     with new_folder(Path(path)) as work:
         write_checkpoint(work, entries, max_bytes=shard_bytes)
         write_texts(work, {"config.json": json.dumps(hf_config, indent=2, sort_keys=True)})
+        for file in origin.carried if origin else ():
+            if file.is_file():
+                shutil.copyfile(file, work / file.name)
 
 
 def _local(path: str | Path) -> Path:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from guide_code.build import build_model
 from guide_code.checkpoint import latest_checkpoint, load_checkpoint, load_config
-from guide_code.config import ROUTERS, MoEConfig, dense_twin, override
+from guide_code.config import MoEConfig, dense_twin, override
 from guide_code.conversion.reader import INDEX, SINGLE, FolderSource
 from guide_code.convert import app, load_hf, save_hf, upcycle
 from guide_code.presets import tiny
@@ -113,13 +113,6 @@ def test_a_config_that_we_do_not_compute_is_refused(folder, changes, words):
         load_hf(folder)
 
 
-@pytest.mark.skipif("sparse_mixer" in ROUTERS, reason="its router can be built")
-def test_phi_moe_is_refused_for_its_router(folder):
-    rewrite(folder, model_type="phimoe", rms_norm_eps=1e-5)
-    with pytest.raises(ValueError, match="router='sparse_mixer' must be one of top_k"):
-        load_hf(folder)
-
-
 def test_a_tied_head_that_is_stored_again_must_be_the_embedding(model, folder):
     embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
     rewrite(folder, {"lm_head.weight": embedding})
@@ -157,6 +150,15 @@ def test_a_name_with_one_slash_is_fetched_without_pickles_or_code(monkeypatch, f
     assert same(load_hf("owner/model"), model)
     assert asked["name"] == "owner/model"
     assert not [p for p in asked["allow_patterns"] if p.endswith((".py", ".bin", ".pt", "*"))]
+
+
+def test_the_tokenizer_comes_along_from_a_folder_that_still_has_it(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.json").write_text("{}")
+    ours = load_hf(folder)
+    (folder / "vocab.json").unlink()
+    save_hf(ours, tmp_path / "back")
+    assert {p.name for p in (tmp_path / "back").iterdir()} == {"config.json", SINGLE, "tokenizer.json"}
 
 
 def test_a_dense_checkpoint_is_upcycled(tmp_path):

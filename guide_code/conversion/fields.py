@@ -7,7 +7,8 @@ from guide_code.config import nearest
 
 HARMLESS = frozenset({
     # who wrote it, and how
-    "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version",
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype",
+    "transformers_version",
     # the tokenizer's and generation's affair
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cache_implementation",
     # training only
@@ -17,6 +18,14 @@ HARMLESS = frozenset({
     # what a call returns, and whether it keeps a cache
     "output_attentions", "output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder",
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+    # what transformers 4 wrote into every nested configuration
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "is_decoder", "length_penalty", "max_length",
+    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "prefix", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16",
 })  # fmt: skip
 """Fields of no influence on the logits of one forward."""
 

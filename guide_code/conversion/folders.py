@@ -142,7 +142,7 @@ def match(
     return plan, check_plan(plan, ours, source.tensors, {**family.ignored(hf_config), **tied_head(ours, source)})
 
 
-def hf_entries(config: ModelConfig, hf_config: dict[str, Any], ours: dict[str, Tensor], source: Source) -> list[Entry]:
+def hf_entries(hf_config: dict[str, Any], ours: dict[str, Tensor], source: Source) -> list[Entry]:
     """Every tensor of a checkpoint of transformers, made from ours when it is written."""
     entries = []
     for name, piece in make_plan(family_of(hf_config).table, ours).by_theirs.items():
@@ -200,7 +200,7 @@ def _to_guide(folder: Path, shard_bytes: int) -> Conversion:
         {"config.json": json.dumps(to_dict(config), indent=2), "step.json": json.dumps({"step": 0})},
         {HF_CONFIG: json.dumps(hf_config, indent=2)},
         "step-00000000",
-        _carried(folder),
+        carried_files(folder),
         _fingerprint("guide", shard_bytes, [*files, folder / "config.json"]),
         ignored,
     )
@@ -217,17 +217,18 @@ def _to_hf(folder: Path, shard_bytes: int) -> Conversion:
     known = read_json(run_folder / HF_CONFIG) if (run_folder / HF_CONFIG).is_file() else {}
     hf_config = hf_config_for(config, known, source.tensors["embedding.weight"].dtype)
     return Conversion(
-        hf_entries(config, hf_config, ours, source),
+        hf_entries(hf_config, ours, source),
         {"config.json": json.dumps(hf_config, indent=2, sort_keys=True)},
         {},
         ".",
-        _carried(run_folder),
+        carried_files(run_folder),
         _fingerprint("hf", shard_bytes, [*source.files, step / "config.json"]),
         {},
     )
 
 
-def _carried(folder: Path) -> list[Path]:
+def carried_files(folder: Path) -> list[Path]:
+    """The tokenizer's and other files of a checkpoint that are copied along."""
     return [folder / name for name in CARRIED if (folder / name).is_file()]
 
 

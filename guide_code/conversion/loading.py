@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class Origin:
     """config.json as it was; empty when there was none."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Tensors of the checkpoint that the model does not hold, and why."""
+    carried: tuple[Path, ...] = ()
+    """Files of the tokenizer and the like, to be copied when the model is saved; a file that is gone is not."""
 
 
 class _NoMemory(TorchFunctionMode):

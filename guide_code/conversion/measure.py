@@ -56,7 +56,7 @@ def write_synthetic(folder: Path, num_bytes: int, *, shard_bytes: int = 500_000_
     values = torch.empty(2 * size * size, dtype=torch.bfloat16)
     values.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     entries = []
-    for name, shape, _, _ in hf_entries(config, hf_config, ours, MemorySource(ours)):
+    for name, shape, _, _ in hf_entries(hf_config, ours, MemorySource(ours)):
 
         def make(shape=shape) -> torch.Tensor:
             return values[: torch.Size(shape).numel()].view(shape)

@@ -3,8 +3,6 @@
 import torch
 import transformers
 
-from guide_code.config import ROUTERS
-
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 40,
@@ -73,6 +71,11 @@ MODELS = {
         | {"head_dim": 12, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 8}
         | {"floor_scale": 4, "attn_scale": 0.3},
     ),
+    "phimoe": (
+        "Phimoe",
+        {"intermediate_size": 24, "num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.2, "rms_norm_eps": 1e-4},
+    ),
     "llama": (
         "Llama",
         {"intermediate_size": 56, "head_dim": 12, "tie_word_embeddings": True, "attention_bias": True}
@@ -82,12 +85,6 @@ MODELS = {
     "qwen2": ("Qwen2", {"intermediate_size": 56}),
     "qwen3": ("Qwen3", {"intermediate_size": 56, "head_dim": 12}),
 }
-if "sparse_mixer" in ROUTERS:
-    MODELS["phimoe"] = (
-        "Phimoe",
-        {"intermediate_size": 24, "num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
-        | {"router_jitter_noise": 0.2, "rms_norm_eps": 1e-4},
-    )
 """By name: prefix of the classes, and the fields that differ from ``SHAPE``. Heads times their size, the widths of
 experts and of dense layers all differ from the hidden size."""
 

@@ -180,7 +180,6 @@ def test_the_language_model_of_a_llama4_that_also_sees(tmp_path):
     assert json_of(tmp_path / "back")["model_type"] == "llama4_text"
 
 
-@pytest.mark.skipif("phimoe" not in MODELS, reason="its router cannot be built yet")
 @pytest.mark.parametrize(
     ("original", "long_factor", "equal"),
     [

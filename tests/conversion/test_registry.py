@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from guide_code.config import ROUTERS, ModelConfig, MoEConfig
+from guide_code.config import ModelConfig, MoEConfig
 from guide_code.conversion.registry import FAMILIES, differences, family_of, read_config, write_config
 from guide_code.presets import PRESETS, tiny
 
@@ -69,7 +69,6 @@ def test_dense_and_sparse_differ_in_one_word():
     ]
 
 
-@pytest.mark.skipif("sparse_mixer" not in ROUTERS, reason="it cannot be built yet")
 def test_the_margin_of_sparse_mixer_counts_in_evaluation_too():
     near, far = (config({"router": "sparse_mixer", "router_jitter": jitter}) for jitter in (0.01, 0.1))
     assert differences(near, far) == ["moe.router_jitter=0.1"]
