@@ -39,5 +39,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up .venv, once: a few minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -qq --constraint constraints.txt pip
-	$(BIN)/python -m pip install -qq --constraint constraints.txt torch --editable '.[docs,hf,test]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt torch --editable '.[docs,gpu,hf,test]'
 	@touch $@
