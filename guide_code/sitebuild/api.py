@@ -7,6 +7,7 @@ from pathlib import Path
 from guide_code.sitebuild.mounted import Mounted
 
 API_URI = "reference/api"
+SOURCE_URI = "source"
 _TOOLS = ("figures", "sitebuild")
 
 
@@ -50,13 +51,21 @@ def public_modules(package: Path) -> list[Module]:
     return modules
 
 
-def _page(module: Module) -> str:
-    """What builds the site is described, but neither listed in full nor found when a reader searches for MoE words."""
+def _page(module: Module, uri: str) -> str:
+    """The docstrings, and the file itself to take along; sources laid out in colour would be most of the site.
+
+    What builds the site is described, but not found when a reader searches for MoE words. A package that re-exports
+    names lists none of them: each has its place on the page of its own file.
+    """
     short = module.name.partition(".")[2]
-    tool = short.split(".")[0] in _TOOLS
-    header = f"---\ntitle: {short}\n" + ("search:\n  exclude: true\n" if tool else "") + "---\n"
-    options = "    options:\n      show_source: false\n" if tool else ""
-    return f"{header}\n# `{module.name}`\n\n::: {module.name}\n{options}"
+    search = "search:\n  exclude: true\n" if short.split(".")[0] in _TOOLS else ""
+    members = "      members: false\n" if module.path.name == "__init__.py" else ""
+    lines = len(module.path.read_text(encoding="utf-8").splitlines())
+    return (
+        f"---\ntitle: {short}\n{search}---\n\n# `{module.name}`\n\n"
+        f"[{module.path.name}](../../{uri}){{ download }}, {lines} lines\n\n"
+        f"::: {module.name}\n    options:\n      show_source: false\n{members}"
+    )
 
 
 def _reading_order(path: Path) -> tuple:
@@ -66,18 +75,19 @@ def _reading_order(path: Path) -> tuple:
 
 
 def write_api_pages(package: Path, workspace: Path) -> list[Mounted]:
-    """Writes the page of each module, and the table of all, below `workspace`."""
+    """Writes the page of each module, and the table of all, below `workspace`, and mounts the files themselves."""
     modules = public_modules(package)
-    pages = {"index": _index(modules)}
+    pages, sources, mounted = {"index": _index(modules)}, [], []
     for module in modules:
-        pages[module.name] = _page(module)
-    mounted = []
+        uri = f"{SOURCE_URI}/{module.path.relative_to(package.parent).as_posix()}"
+        sources.append(Mounted(uri, module.path))
+        pages[module.name] = _page(module, uri)
     for stem, text in pages.items():
         path = workspace / "api" / f"{stem}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         mounted.append(Mounted(f"{API_URI}/{stem}.md", path, page=True))
-    return mounted
+    return mounted + sources
 
 
 def _index(modules: list[Module]) -> str:
@@ -85,6 +95,6 @@ def _index(modules: list[Module]) -> str:
         f"| [`{module.name.partition('.')[2]}`]({module.name}.md) | {module.summary} |" for module in modules
     )
     return (
-        "# API\n\nEvery public module, from its docstrings, with its source. "
+        "# API\n\nEvery public module, from its docstrings, with its file to download. "
         f"Names are relative to `{modules[0].name.partition('.')[0]}`.\n\n| Module | What it is |\n|---|---|\n{rows}\n"
     )

@@ -17,6 +17,7 @@ from guide_code.sitebuild.figures import FigureError
 from guide_code.sitebuild.links import check_site
 from guide_code.sitebuild.notebooks import NotebookError
 from guide_code.sitebuild.offline import make_offline, write_search_script
+from guide_code.sitebuild.page_cache import PageCache
 from guide_code.sitebuild.prepare import Prepared, prepare
 
 
@@ -52,6 +53,7 @@ def build_site(
         workspace, site = Path(name), Path(name) / "site"
         try:
             prepared = prepare(root, workspace, allow_stale=allow_stale, say=say)
+            prepared.pages = PageCache(root, "site-offline" if offline else "site")
             before = time.monotonic()
             site_url = _render(root, site, prepared, offline)
             prepared.timings["pages"] = time.monotonic() - before
@@ -63,6 +65,7 @@ def build_site(
             raise SiteError("links and images of the built site:\n" + "\n".join(f"  {problem}" for problem in problems))
         prepared.timings["link check"] = time.monotonic() - before
         _swap(site, target)
+    prepared.pages.clean()
     if prepared.images.unused():
         say(f"images: no page shows {', '.join(prepared.images.unused())}")
     parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in prepared.timings.items())

@@ -88,6 +88,15 @@ def check_collisions(files: Files) -> None:
         places[place] = uri
 
 
+@event_priority(-100)  # after mkdocs-jupyter has put its own rendering in place
+def on_pre_page(page: Page, config: MkDocsConfig, files: Files) -> Page:
+    """Lets a page that has not changed come from the cache."""
+    pages = _prepared(config).pages
+    if pages is not None:
+        pages.attach(page)
+    return page
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Puts figures into the page."""
     if not page.file.src_uri.endswith(".md"):

@@ -5,6 +5,7 @@ import order.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,15 +36,20 @@ def imported_files(path: Path, root: Path, *, names_in_strings: bool = False) ->
     Raises:
         SyntaxError: `path` is not valid Python; the message names the file and line.
     """
-    path, root = path.resolve(), root.resolve()
+    path = path.resolve()
+    return set(_imported_files(path, root.resolve(), names_in_strings, path.stat().st_mtime_ns))
+
+
+@functools.cache
+def _imported_files(path: Path, root: Path, names_in_strings: bool, changed: int) -> frozenset[Path]:
+    """Once per state of the file: many pages and notebooks use the same files."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    files = {
+    return frozenset(
         file
         for name in _names(tree, path, root, names_in_strings)
         for file in _with_parents(name, root)
         if file != path
-    }
-    return files
+    )
 
 
 def import_closure(path: Path, root: Path, *, names_in_strings: bool = False) -> set[Path]:

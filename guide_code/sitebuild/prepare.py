@@ -13,6 +13,7 @@ from guide_code.sitebuild.mathjax import mount_mathjax
 from guide_code.sitebuild.mounted import Mounted
 from guide_code.sitebuild.notebook_pages import mount_notebook
 from guide_code.sitebuild.notebooks import execute_all
+from guide_code.sitebuild.page_cache import PageCache
 
 
 @dataclass
@@ -22,11 +23,13 @@ class Prepared:
     Attributes:
         mounted: The files and their places.
         images: The figures, and where they come from.
+        pages: The pages rendered before; None renders every page.
         timings: Seconds taken by each part.
     """
 
     mounted: list[Mounted] = field(default_factory=list)
     images: SiteImages = field(default_factory=SiteImages)
+    pages: PageCache | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
 

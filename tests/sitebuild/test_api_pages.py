@@ -31,6 +31,14 @@ def test_the_index_lists_and_describes_every_module(tmp_path):
         assert f"]({module.name}.md) | {module.summary} |" in index
 
 
+def test_a_page_offers_its_file_and_a_package_that_re_exports_repeats_no_name(package, tmp_path):
+    mounted = {item.uri: item.path for item in write_api_pages(package, tmp_path)}
+    assert mounted["source/pack/sub/a.py"] == package / "sub/a.py"
+    page = mounted["reference/api/pack.sub.a.md"].read_text()
+    assert "[a.py](../../source/pack/sub/a.py){ download }, 5 lines" in page and "members" not in page
+    assert "members: false" in mounted["reference/api/pack.sub.md"].read_text()
+
+
 @pytest.fixture
 def package(tmp_path):
     package = tmp_path / "pack"
