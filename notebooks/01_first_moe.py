@@ -35,7 +35,8 @@ from guide_code.config import dense_twin, override
 from guide_code.corpus import CLASSES, classify, load_corpus
 from guide_code.generate import stream
 from guide_code.presets import preset
-from guide_code.train import TrainConfig, train
+from guide_code.training.config import TrainConfig
+from guide_code.training.loop import train
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)

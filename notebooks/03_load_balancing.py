@@ -33,7 +33,8 @@ from guide_code.conventions import layer_values
 from guide_code.corpus import load_corpus
 from guide_code.load_metrics import dead_experts, load_entropy, max_violation
 from guide_code.presets import preset
-from guide_code.train import TrainConfig, train
+from guide_code.training.config import TrainConfig
+from guide_code.training.loop import train
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 plt.rcParams.update({"figure.dpi": 120, "axes.grid": True, "grid.alpha": 0.3})

@@ -67,6 +67,7 @@ ORDER = [
     "figures",
     "sitebuild",
     "images_cli",
+    "training",
     "train",
     "lora",
     "adapter",

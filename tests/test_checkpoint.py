@@ -16,7 +16,8 @@ from guide_code.checkpoint import (
 )
 from guide_code.config import override
 from guide_code.presets import tiny
-from guide_code.train import TrainConfig, make_optimizer
+from guide_code.training.config import TrainConfig
+from guide_code.training.optimizer import make_optimizer
 
 CONFIG = override(
     tiny(),

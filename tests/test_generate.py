@@ -14,7 +14,8 @@ from guide_code.convert import save_hf
 from guide_code.corpus import load_corpus
 from guide_code.generate import app, load, stream
 from guide_code.presets import tiny
-from guide_code.train import TrainConfig, make_optimizer
+from guide_code.training.config import TrainConfig
+from guide_code.training.optimizer import make_optimizer
 
 CONFIG = override(
     tiny(),

@@ -17,7 +17,8 @@ from guide_code.experts.offloaded import OffloadedExperts
 from guide_code.generate import stream
 from guide_code.offload import load_model, offload_experts_, offload_stats
 from guide_code.presets import tiny
-from guide_code.train import TrainConfig, make_optimizer
+from guide_code.training.config import TrainConfig
+from guide_code.training.optimizer import make_optimizer
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_layers": 3, "max_length": 40, "head_size": 16, "top_k": 3}
 KINDS = {
