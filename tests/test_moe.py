@@ -101,7 +101,7 @@ def test_a_token_that_is_not_finite_gives_zero_and_harms_no_other():
     out = moe(bad.requires_grad_()).out
     out.backward(torch.randn(1, 4, 16))
     assert (out[0, 2] == 0).all()
-    assert torch.equal(out[0, [0, 1, 3]], expected[0, [0, 1, 3]])
+    assert relative_rms(out[0, [0, 1, 3]], expected[0, [0, 1, 3]]) < 2e-5
     assert all(p.grad.isfinite().all() for p in moe.parameters())
 
 

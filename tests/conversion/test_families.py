@@ -71,8 +71,8 @@ def test_saved_back_the_files_are_equal(case, tmp_path, shards):
     assert (tmp_path / "back" / INDEX).exists() == (shards > 1) and len(back.files) >= shards
     assert_same_tensors(tensors_of(tmp_path / "back"), original)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    with torch.inference_mode():
-        assert torch.equal(again(TOKENS).logits, logits)
+    with torch.inference_mode():  # weights mapped from a file may be unaligned, and round otherwise in a matmul
+        assert_same_logits(again, logits)
 
 
 def test_the_stacked_layout_of_transformers_in_files_and_in_memory(case, tmp_path):
