@@ -19,8 +19,10 @@ from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
 from guide_code.sitebuild.api import API_URI
+from guide_code.sitebuild.citations import BIBLIOGRAPHY_URI, CitationError, cite
 from guide_code.sitebuild.figure_html import expand_figures
 from guide_code.sitebuild.figures import FigureError
+from guide_code.sitebuild.glossary import GLOSSARY_URI, link_terms
 from guide_code.sitebuild.notebook_html import rebuild
 from guide_code.sitebuild.notebook_pages import download_uri
 from guide_code.sitebuild.prepare import Prepared
@@ -117,15 +119,33 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 @event_priority(-100)  # after every plugin has had its say on the content
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Gives a notebook page the theme's markup, resolved links and its bar of facts and downloads.
-
-    On other pages, sources that a lesson shows are open; in the reference, where there are many, they stay folded.
-    """
-    if not page.file.src_uri.endswith(".ipynb"):
+    """Adds links to the bibliography and the glossary, and makes a page of a notebook."""
+    uri = page.file.src_uri
+    if uri.startswith(API_URI):
+        return _ROLE.sub("", html)
+    if uri.endswith(".ipynb"):
+        html = _notebook(html, page, files)
+    else:  # sources that a lesson shows are open
+        html = html.replace('<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" open>')
         html = _ROLE.sub("", html)
-        if not page.file.src_uri.startswith(API_URI):
-            html = html.replace('<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" open>')
+    prepared = _prepared(config)
+    try:
+        html = cite(html, prepared.works, _address(BIBLIOGRAPHY_URI, page, files), uri)
+    except CitationError as error:
+        raise PluginError(str(error)) from None
+    if uri == GLOSSARY_URI:
         return html
+    return link_terms(html, prepared.terms, _address(GLOSSARY_URI, page, files))
+
+
+def _address(uri: str, page: Page, files: Files) -> str:
+    """The address of the page that is written in `uri`, seen from `page`."""
+    file = files.get_file_from_path(uri)
+    return get_relative_url(file.url, page.file.url) if file else ""
+
+
+def _notebook(html: str, page: Page, files: Files) -> str:
+    """A notebook page in the theme's markup, with resolved links and its bar of facts and downloads."""
     content, headings = rebuild(html, lambda url: _resolve(url, page, files))
     page.toc = get_toc([heading.as_token() for heading in headings])  # pyright: ignore[reportArgumentType]
     head, end, rest = content.partition("</h1>")

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guide_code.sitebuild.api import write_api_pages
+from guide_code.sitebuild.citations import BIBLIOGRAPHY, Work, bibtex_file, load_works
 from guide_code.sitebuild.figure_html import mount_figures
 from guide_code.sitebuild.glightbox import mount_glightbox
+from guide_code.sitebuild.glossary import GLOSSARY, Term, load_terms
 from guide_code.sitebuild.images import SiteImages, site_images
 from guide_code.sitebuild.mathjax import mount_mathjax
 from guide_code.sitebuild.mounted import Mounted
@@ -24,12 +26,16 @@ class Prepared:
         mounted: The files and their places.
         images: The figures, and where they come from.
         pages: The pages rendered before; None renders every page.
+        works: The bibliography, by key.
+        terms: The glossary.
         timings: Seconds taken by each part.
     """
 
     mounted: list[Mounted] = field(default_factory=list)
     images: SiteImages = field(default_factory=SiteImages)
     pages: PageCache | None = None
+    works: dict[str, Work] = field(default_factory=dict)
+    terms: list[Term] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -55,5 +61,11 @@ def prepare(root: Path, workspace: Path, *, allow_stale: bool = False, say: Call
     result.timings["images"] = time.monotonic() - start
 
     result.mounted += write_api_pages(root / "guide_code", workspace)
+    if (root / BIBLIOGRAPHY).is_file():
+        result.works = load_works(root / BIBLIOGRAPHY)
+        (workspace / "bibliography.bib").write_text(bibtex_file(result.works), encoding="utf-8")
+        result.mounted.append(Mounted("reference/bibliography.bib", workspace / "bibliography.bib"))
+    if (root / GLOSSARY).is_file():
+        result.terms = load_terms(root / GLOSSARY)
     result.mounted += mount_mathjax() + mount_glightbox()
     return result
