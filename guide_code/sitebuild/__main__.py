@@ -1,4 +1,4 @@
-"""`python -m guide_code.sitebuild build | serve | stage`: what `make site` and `make serve` call."""
+"""`python -m guide_code.sitebuild build | serve | stage | colab`: what make and the deploy workflow call."""
 
 import argparse
 import sys
@@ -24,6 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     serve.add_argument("--execute", action="store_true", help="run notebooks again when imported code changes")
     stage = commands.add_parser("stage", help="write docs/ and all generated files into a folder, for other tools")
     stage.add_argument("directory", type=Path)
+    colab = commands.add_parser("colab", help="write the executed notebooks, each with an install cell, for Colab")
+    colab.add_argument("directory", type=Path)
+    colab.add_argument("--repository", required=True, help="OWNER/NAME on GitHub, from which the cell installs")
+    colab.add_argument("--revision", default="main", help="the commit that the outputs belong to")
     options = parser.parse_args(arguments)
 
     say = partial(print, flush=True)
@@ -35,6 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
             from guide_code.sitebuild.serve import serve_site
 
             serve_site(ROOT, port=options.port, execute=options.execute, say=say)
+        elif options.command == "colab":
+            from guide_code.sitebuild.colab import write_colab
+            from guide_code.sitebuild.notebooks import execute_all
+
+            for path in write_colab(
+                execute_all(ROOT, say=say), options.repository, options.revision, options.directory
+            ):
+                say(path)
         else:
             from guide_code.sitebuild.mounted import stage as copy
             from guide_code.sitebuild.prepare import prepare

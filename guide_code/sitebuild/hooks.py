@@ -20,6 +20,7 @@ from mkdocs.utils import get_relative_url
 
 from guide_code.sitebuild.api import API_URI
 from guide_code.sitebuild.citations import BIBLIOGRAPHY_URI, CitationError, cite
+from guide_code.sitebuild.colab import colab_url
 from guide_code.sitebuild.figure_html import expand_figures
 from guide_code.sitebuild.figures import FigureError
 from guide_code.sitebuild.glossary import GLOSSARY_URI, link_terms
@@ -124,7 +125,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if uri.startswith(API_URI):
         return _ROLE.sub("", html)
     if uri.endswith(".ipynb"):
-        html = _notebook(html, page, files)
+        html = _notebook(html, page, files, config.extra.get("repository") or "")
     else:  # sources that a lesson shows are open
         html = html.replace('<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" open>')
         html = _ROLE.sub("", html)
@@ -144,14 +145,14 @@ def _address(uri: str, page: Page, files: Files) -> str:
     return get_relative_url(file.url, page.file.url) if file else ""
 
 
-def _notebook(html: str, page: Page, files: Files) -> str:
+def _notebook(html: str, page: Page, files: Files, repository: str) -> str:
     """A notebook page in the theme's markup, with resolved links and its bar of facts and downloads."""
     content, headings = rebuild(html, lambda url: _resolve(url, page, files))
     page.toc = get_toc([heading.as_token() for heading in headings])  # pyright: ignore[reportArgumentType]
     head, end, rest = content.partition("</h1>")
     if not end:
         raise PluginError(f"{page.file.src_uri} has no title: its first cell starts with '# The title'")
-    return f"{head}{end}{_bar(page)}{rest}"
+    return f"{head}{end}{_bar(page, repository)}{rest}"
 
 
 def _resolve(url: str, page: Page, files: Files) -> str:
@@ -177,8 +178,8 @@ def _resolve(url: str, page: Page, files: Files) -> str:
     return url
 
 
-def _bar(page: Page) -> str:
-    """When and where the notebook ran, and its two downloads."""
+def _bar(page: Page, repository: str) -> str:
+    """When and where the notebook ran, its two downloads, and, where the site has a repository, Colab."""
     source = Path(str(page.file.abs_src_path))
     guide = json.loads(source.read_text(encoding="utf-8"))["metadata"]["guide"]
     base = get_relative_url(download_uri(source.stem), page.file.url)
@@ -187,9 +188,10 @@ def _bar(page: Page) -> str:
         if guide["stale"]
         else ""
     )
+    colab = f'<a class="md-button" href="{colab_url(repository, source.stem)}">Open in Colab</a>' if repository else ""
     return (
         f'<div class="nb-bar" data-search-exclude>'
         f'<a class="md-button" href="{base}.ipynb" download>Notebook <small>.ipynb</small></a>'
-        f'<a class="md-button" href="{base}.py" download>Script <small>.py</small></a>'
+        f'<a class="md-button" href="{base}.py" download>Script <small>.py</small></a>{colab}'
         f"<span>Ran in {guide['seconds']:.0f} s on {escape(guide['hardware'])}, {guide['date']}</span></div>{stale}"
     )
