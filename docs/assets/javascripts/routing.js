@@ -240,14 +240,14 @@
         ...[1, 2, 4].map((value) => element("option", { value }, String(value)))),
       top_k_groups: number("top_k_groups", { min: 1, max: 4, step: 1 }),
       group_score: select("group_score", GROUP_SCORES),
-      capacity_factor: number("capacity_factor", { min: 0, max: 8, step: 0.05 }),
+      capacity_factor: number("capacity_factor", { min: 0, max: 8, step: 0.05, title: "0: no capacity" }),
       capacity_over: select("capacity_over", ["batch", "sequence"]),
       priority: select("priority", PRIORITIES),
     }
     const labels = {
       family: "Router of", top_k: "Choices per token", score_fn: "Scores", norm_topk_prob: "Weights sum to 1",
       routed_scaling_factor: "Weights times", num_groups: "Groups of experts", top_k_groups: "Groups kept",
-      group_score: "A group's score", capacity_factor: "Capacity factor (0: none)", capacity_over: "Capacity shared over",
+      group_score: "A group's score", capacity_factor: "Capacity factor", capacity_over: "Capacity is of a",
       priority: "Who comes first",
     }
     const set = (name, value) => { o[name] = value; limits(o); show() }
@@ -301,8 +301,9 @@
         element("button", { type: "button", class: "md-button", onclick: () => { o = start(families); show() } }, "Start again")),
       element("div", { class: "tool-scroll", tabindex: 0, role: "group", "aria-label": "logits, choices and load" }, table),
       out.facts,
-      element("table", { class: "tool-losses" }, element("thead", {}, element("tr", {},
-        ...["convention", "loss", "if even", "as in"].map((text) => element("th", { scope: "col" }, text)))), out.losses),
+      element("div", { class: "tool-scroll", tabindex: 0, role: "group", "aria-label": "load-balancing losses" },
+        element("table", { class: "tool-losses" }, element("thead", {}, element("tr", {},
+          ...["convention", "loss", "even", "as in"].map((text) => element("th", { scope: "col" }, text)))), out.losses)),
       element("details", {}, element("summary", {}, "The same in Python"), element("pre", { tabindex: 0 }, out.python)))
 
     const show = () => {
