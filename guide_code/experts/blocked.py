@@ -22,6 +22,9 @@ ACTIVATIONS = ("silu", "gelu", "relu", "swigluoai")
 BLOCK_ROWS = 256
 """A block closes when it has this many rows: 1 MB of float32 at D = 1024. Blocks hold whole experts."""
 
+NARROW_ROWS = 4
+"""Up to so many rows of an expert a narrow weight is multiplied as it is where it would be widened otherwise."""
+
 
 def blocked_experts(
     x_TD: Tensor,
@@ -173,18 +176,19 @@ def _blocks(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> list[_Block
 class _BlockedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids_TK, activation, gated, training, x_TD, weights_TK, gate_up, down, gate_up_bias, down_bias):
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        dtype, compute = x_TD.dtype, _matmul_dtype(x_TD)
+        wide = torch.promote_types(dtype, torch.float32)
         blocks, hiddens = _blocks(ids_TK, weights_TK, len(down)), []
         out_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
         for block in blocks:
-            hidden = _linear(block, x_TD.index_select(0, block.tokens_R), gate_up.mT, gate_up_bias)
+            hidden = _linear(block, x_TD.index_select(0, block.tokens_R).to(compute), gate_up.mT, gate_up_bias)
             hidden_RI = _activate(hidden, activation, gated).mul_(block.weights_R1)  # before down: float16 stays finite
-            y_RD = _linear(block, hidden_RI.to(x_TD.dtype), down.mT).to(wide)
+            y_RD = _linear(block, hidden_RI.to(compute), down.mT).to(wide)
             if down_bias is not None:
                 y_RD += block.weights_R1 * down_bias[block.experts_R]
             out_TD.index_add_(0, block.tokens_R, y_RD)
             if training:
-                hiddens.append(hidden)
+                hiddens.append(hidden.to(dtype))
         ctx.save_for_backward(x_TD, weights_TK, gate_up, down, gate_up_bias, down_bias, *hiddens)
         ctx.blocks, ctx.activation, ctx.gated = blocks, activation, gated
         return out_TD
@@ -193,7 +197,7 @@ class _BlockedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_TD):
         x_TD, weights_TK, gate_up, down, gate_up_bias, down_bias, *hiddens = ctx.saved_tensors
-        dtype, wide = x_TD.dtype, grad_TD.dtype
+        dtype, wide, compute = x_TD.dtype, grad_TD.dtype, _matmul_dtype(x_TD)
         grad_TD, grad_x_TD = grad_TD.to(dtype), torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
         grad_weights_N = weights_TK.new_zeros(weights_TK.numel())
         parameters = gate_up, down, gate_up_bias, down_bias
@@ -202,21 +206,22 @@ class _BlockedFunction(torch.autograd.Function):
         _zero_idle_(grads, {expert for block in ctx.blocks for expert, _ in block.experts})
 
         for block, hidden in zip(ctx.blocks, hiddens, strict=True):
-            x_RD, grad_RD = x_TD.index_select(0, block.tokens_R), grad_TD.index_select(0, block.tokens_R)
+            x_RD = x_TD.index_select(0, block.tokens_R).to(compute)
+            grad_RD = grad_TD.index_select(0, block.tokens_R).to(compute)
             with torch.enable_grad():
                 hidden = hidden.detach().to(wide).requires_grad_()
                 act_RI = _activate(hidden, ctx.activation, ctx.gated)
             weights_R1 = block.weights_R1
             grad_act_RI = _linear(block, grad_RD, down).to(wide)
             grad_weights_R1 = (grad_act_RI * act_RI.detach()).sum(dim=1, keepdim=True)
-            _outer_(block, grads[1], grad_RD, (act_RI.detach() * weights_R1).to(dtype))
+            _outer_(block, grads[1], grad_RD, (act_RI.detach() * weights_R1).to(compute))
             if down_bias is not None:
                 grad_weights_R1 += (grad_RD.to(wide) * down_bias[block.experts_R]).sum(dim=1, keepdim=True)
                 _sum_(block, grads[3], grad_RD * weights_R1)
             (grad_hidden,) = torch.autograd.grad(act_RI, hidden, grad_act_RI.mul_(weights_R1))
             if gate_up_bias is not None:
                 _sum_(block, grads[2], grad_hidden)
-            grad_hidden = grad_hidden.to(dtype)
+            grad_hidden = grad_hidden.to(compute)
             _outer_(block, grads[0], grad_hidden, x_RD)
             grad_x_TD.index_add_(0, block.tokens_R, _linear(block, grad_hidden, gate_up).to(wide))
             grad_weights_N[block.order_R] = grad_weights_R1[:, 0]
@@ -235,31 +240,74 @@ def _parts(block: _Block, *rows: Tensor) -> Iterator:
     return zip((expert for expert, _ in block.experts), *(r.split(sizes) for r in rows), strict=True)
 
 
-def _linear(block: _Block, rows_RI: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None = None) -> Tensor:
-    """Each row times its expert's matrix, plus its bias: (R, O).
+def _narrow(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
 
-    Few rows go the other way round, matrix x columns, which was faster for these numbers of them (torch 2.13, MKL
-    for float32, AMX for bfloat16; two cores of a Xeon with AMX; 0.65 to 0.85 of the time for the up projection).
+
+def _is_avx2(device: torch.device) -> bool:
+    """Whether this is an x86 CPU without AVX-512, so without instructions for bfloat16."""
+    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def _matmul_dtype(x_TD: Tensor) -> torch.dtype:
+    """What matmuls compute in: float32 where PyTorch multiplies a narrow type number by number.
+
+    On an AVX2 processor (EPYC of 2019, torch 2.13) that took 10 times as long as float32 for weights stored by column
+    and 100 times as long for others.
     """
-    narrow = rows_RI.dtype in (torch.bfloat16, torch.float16)
-    first, last = (2, 16) if narrow else (12, 48)
-    stored_by_column = weight_EIO.stride(1) == 1
+    return torch.float32 if _narrow(x_TD.dtype) and _is_avx2(x_TD.device) else x_TD.dtype
+
+
+def _turned(rows_RI: Tensor) -> tuple[int, int]:
+    """From how many to how many rows of an expert it is faster to multiply the other way round, matrix x columns.
+
+    Measured with torch 2.13 on two cores: MKL on an EPYC with AVX2; MKL for float32 and AMX for bfloat16 on a Xeon.
+    """
+    if _is_avx2(rows_RI.device):
+        return 1, 192
+    return (2, 16) if _narrow(rows_RI.dtype) else (12, 48)
+
+
+def _linear(block: _Block, rows_RI: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+    """Each row times its expert's matrix, plus its bias: (R, O) in the dtype of the rows.
+
+    A narrower weight is widened one expert at a time, in a buffer that stays in the cache.
+    """
+    by_column, widen = weight_EIO.stride(1) == 1, weight_EIO.dtype != rows_RI.dtype
+    first, last = _turned(rows_RI) if by_column else (1, 0)
     out_RO = rows_RI.new_empty(len(rows_RI), weight_EIO.shape[2])
+    wide_IO = torch.empty_like(weight_EIO[0], dtype=rows_RI.dtype) if widen else None
     for expert, rows, out in _parts(block, rows_RI, out_RO):
-        if stored_by_column and first <= len(rows) <= last:
-            out.copy_(torch.mm(weight_EIO[expert].t(), rows.t()).t())
-        elif stored_by_column and narrow and len(rows) == 1:
-            torch.mv(weight_EIO[expert].t(), rows[0], out=out[0])
+        weight_IO = weight_EIO[expert]
+        if by_column and len(rows) == 1 and _narrow(weight_IO.dtype):
+            out[0] = torch.mv(weight_IO.t(), rows[0].to(weight_IO.dtype))
+            continue
+        if wide_IO is not None:
+            if by_column and len(rows) <= NARROW_ROWS:
+                out.copy_(torch.mm(rows.to(weight_IO.dtype), weight_IO))
+                continue
+            weight_IO = wide_IO.copy_(weight_IO)
+        if not first <= len(rows) <= last:
+            torch.mm(rows, weight_IO, out=out)
+        elif len(rows) == 1:  # MKL multiplies two columns faster than one
+            out.copy_(torch.mm(weight_IO.t(), rows.expand(2, -1).contiguous().t())[:, :1].t())
         else:
-            torch.mm(rows, weight_EIO[expert], out=out)
+            out.copy_(torch.mm(weight_IO.t(), rows.t()).t())
     return out_RO if bias_EO is None else out_RO.add_(bias_EO[block.experts_R])
 
 
 def _outer_(block: _Block, grad: Tensor | None, left: Tensor, right: Tensor) -> None:
     """Write the gradient of each expert's weight, the sum over its rows of left x right."""
-    if grad is not None:
-        for expert, left_part, right_part in _parts(block, left, right):
+    if grad is None:
+        return
+    wide = torch.empty_like(grad[0], dtype=left.dtype) if grad.dtype != left.dtype else None
+    for expert, left_part, right_part in _parts(block, left, right):
+        if len(left_part) == 1:
+            torch.mul(left_part.t(), right_part, out=grad[expert])
+        elif wide is None:
             torch.mm(left_part.t(), right_part, out=grad[expert])
+        else:
+            grad[expert].copy_(torch.mm(left_part.t(), right_part, out=wide))
 
 
 def _sum_(block: _Block, grad: Tensor | None, rows: Tensor) -> None:
