@@ -79,6 +79,10 @@ FLOAT32 = Config(
     weight_gradient=Tile(64, 64, 16, 8, 3),
 )
 
+UNALIGNED = FLOAT32
+"""For widths that are no multiple of 16: Triton tells its compiler of no smaller factor, so values are loaded one by
+one, each with an address in registers of its own. The large tiles would spill thousands of bytes."""
+
 INTERPRETED = Config(*(Tile(16, 16, 16, 1, 1),) * 4)
 """For Triton's interpreter on a CPU: small, so that small problems have several tiles."""
 
@@ -91,7 +95,7 @@ DECODE_INTERPRETED = Tile(DECODE_TOKENS, 16, 16, 1, 1)
 
 
 def choose_config(
-    architecture: int, dtype: torch.dtype, num_assignments: int, num_experts: int, activation: str
+    architecture: int, dtype: torch.dtype, num_assignments: int, down_shape: tuple[int, ...], activation: str
 ) -> Config:
     """The entry for one layer call; it depends on shapes only, so a CUDA graph captures it.
 
@@ -99,13 +103,16 @@ def choose_config(
         architecture: from :func:`architecture_of`; 0 is the interpreter.
         dtype: of the products.
         num_assignments: tokens times choices.
-        num_experts: experts that share them.
+        down_shape: of the weight down: experts that share the assignments, hidden size, expert intermediate size.
         activation: of the experts.
     """
     if architecture == 0:
         return INTERPRETED
     if dtype == torch.float32:
         return FLOAT32
+    num_experts, *widths = down_shape
+    if any(width % 16 for width in widths):
+        return UNALIGNED
     if num_assignments <= FEW_ROWS * num_experts:
         return FEW
     config = CONFIGS[architecture]

@@ -48,7 +48,7 @@ def experts_op(
         dtype: of the output.
         save: whether a backward pass follows.
     """
-    config = _config(x_TD, ids_TK, up_weight, activation)
+    config = _config(x_TD, ids_TK, down_weight, activation)
     if not ids_TK.numel():
         return x_TD.new_zeros(x_TD.shape, dtype=dtype), *_saved(x_TD, ids_TK, up_weight, config, save)
     x_TD, ids_TK, weights_TK, up_bias, down_bias = _dense(x_TD, ids_TK, weights_TK, up_bias, down_bias)
@@ -107,7 +107,7 @@ def experts_backward_op(
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     gradients = backward(
         grad_TD, x_TD, ids_TK, weights_TK, up_weight, down_weight, up_bias, down_bias,
-        Saved(pre_NJ, Order(assignments, offsets, tiles)), _config(x_TD, ids_TK, up_weight, activation),
+        Saved(pre_NJ, Order(assignments, offsets, tiles)), _config(x_TD, ids_TK, down_weight, activation),
         activation=activation, gated=gated, needs=tuple(needs),
     )  # fmt: skip
     return tuple(x_TD.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
@@ -139,7 +139,7 @@ def decode_op(
 
 @experts_op.register_fake
 def _experts_fake(x_TD, ids_TK, weights_TK, up_weight, down_weight, up_bias, down_bias, activation, gated, dtype, save):
-    config = _config(x_TD, ids_TK, up_weight, activation)
+    config = _config(x_TD, ids_TK, down_weight, activation)
     return x_TD.new_empty(x_TD.shape, dtype=dtype), *_saved(x_TD, ids_TK, up_weight, config, save)
 
 
@@ -179,8 +179,8 @@ def _dense(x_TD, ids_TK, weights_TK, up_bias, down_bias):
     return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous(), *biases
 
 
-def _config(x_TD: Tensor, ids_TK: Tensor, up_weight: Tensor, activation: str) -> Config:
-    return choose_config(architecture_of(x_TD.device), x_TD.dtype, ids_TK.numel(), len(up_weight), activation)
+def _config(x_TD: Tensor, ids_TK: Tensor, down_weight: Tensor, activation: str) -> Config:
+    return choose_config(architecture_of(x_TD.device), x_TD.dtype, ids_TK.numel(), down_weight.shape, activation)
 
 
 def _saved(

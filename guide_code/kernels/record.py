@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .configs import DECODE_TOKENS, choose_config, choose_decode_tile
+from .configs import DECODE_TOKENS, Config, choose_config, choose_decode_tile
 from .decode import decode
-from .launch import Launch
+from .launch import Launch, Launcher
 from .layer import backward, forward
 
 
@@ -40,26 +40,44 @@ def record(architecture: int, problem: Problem) -> list[Launch]:
         problem: sizes.
     """
     launches: list[Launch] = []
+    args = layer_arguments(problem, torch.device("meta"))
+    num_assignments, shape = args["ids_TK"].numel(), args["down_weight"].shape
+    config = choose_config(architecture, problem.dtype, num_assignments, shape, problem.activation)
+    train(args, config, launches.append)
+    few = {name: args[name].new_empty(DECODE_TOKENS, args[name].shape[1]) for name in ("x_TD", "ids_TK", "weights_TK")}
+    tile = choose_decode_tile(architecture, problem.dtype)
+    decode(**args | few, tile=tile, dtype=problem.dtype, launch=launches.append)
+    return launches
+
+
+def layer_arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """What :func:`.layer.forward` takes, without tiles: zeros, and ids that give every expert as many tokens.
+
+    Args:
+        problem: sizes.
+        device: where the tensors are; on "meta" they have no memory.
+    """
     experts, hidden_size, width = problem.num_experts, problem.hidden_size, problem.intermediate_size
     rows = 2 * width if problem.gated else width
-    new = lambda *shape, dtype=problem.dtype: torch.empty(shape, dtype=dtype, device="meta")
+    new = lambda *shape, dtype=problem.dtype: torch.zeros(shape, dtype=dtype, device=device)
     up_bias, down_bias = (new(experts, rows), new(experts, hidden_size)) if problem.bias else (None, None)
-    parameters: dict[str, Any] = {
+    shape = problem.num_tokens, problem.top_k
+    return {
+        **{"x_TD": new(problem.num_tokens, hidden_size), "weights_TK": new(*shape, dtype=torch.float32)},
+        **{"ids_TK": (torch.arange(shape[0] * shape[1], device=device) % experts).view(shape)},
         **{"up_weight": new(experts, rows, hidden_size), "down_weight": new(experts, hidden_size, width)},
         **{"up_bias": up_bias, "down_bias": down_bias},
-        **{"activation": problem.activation, "gated": problem.gated, "launch": launches.append},
+        **{"activation": problem.activation, "gated": problem.gated},
     }
 
-    def inputs(num_tokens: int) -> dict[str, Any]:
-        ids_TK = new(num_tokens, problem.top_k, dtype=torch.int64)
-        weights_TK = new(num_tokens, problem.top_k, dtype=torch.float32)
-        return {"x_TD": new(num_tokens, hidden_size), "ids_TK": ids_TK, "weights_TK": weights_TK}
 
-    num_assignments = problem.num_tokens * problem.top_k
-    config = choose_config(architecture, problem.dtype, num_assignments, experts, problem.activation)
-    args = inputs(problem.num_tokens) | parameters
-    out_TD, saved = forward(**args, config=config, dtype=problem.dtype, save=True)
-    backward(torch.empty_like(out_TD), **args, saved=saved, config=config)
-    tile = choose_decode_tile(architecture, problem.dtype)
-    decode(**inputs(DECODE_TOKENS), **parameters, tile=tile, dtype=problem.dtype)
-    return launches
+def train(args: dict[str, Any], config: Config, launch: Launcher) -> None:
+    """One forward and one backward call.
+
+    Args:
+        args: from :func:`layer_arguments`.
+        config: tiles.
+        launch: starts, times or records the kernels.
+    """
+    out_TD, saved = forward(**args, config=config, dtype=args["x_TD"].dtype, save=True, launch=launch)
+    backward(torch.zeros_like(out_TD), **args, saved=saved, config=config, launch=launch)

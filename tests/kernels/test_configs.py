@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from guide_code.kernels import configs
-from guide_code.kernels.configs import CONFIGS, FEW, FEW_ROWS, FLOAT32, INTERPRETED, choose_config
+from guide_code.kernels.configs import CONFIGS, FEW, FEW_ROWS, FLOAT32, INTERPRETED, UNALIGNED, choose_config
 
+SHAPE = (64, 2048, 1024)
 ALL = {"few": FEW, "float32": FLOAT32, "interpreted": INTERPRETED, **CONFIGS}
 
 
@@ -17,11 +18,13 @@ def test_row_kernels_share_their_row_tiles(name):
 
 def test_the_choice_depends_on_shapes_alone():
     many, few = 64 * FEW_ROWS + 1, 64 * FEW_ROWS
-    assert choose_config(90, torch.bfloat16, many, 64, "silu") == CONFIGS[90]
-    assert choose_config(90, torch.bfloat16, many, 64, "gelu").up.columns < CONFIGS[90].up.columns
-    assert choose_config(90, torch.bfloat16, few, 64, "silu") == FEW
-    assert choose_config(90, torch.float32, many, 64, "silu") == FLOAT32
-    assert choose_config(0, torch.float32, many, 64, "silu") == INTERPRETED
+    assert choose_config(90, torch.bfloat16, many, SHAPE, "silu") == CONFIGS[90]
+    assert choose_config(90, torch.bfloat16, many, SHAPE, "gelu").up.columns < CONFIGS[90].up.columns
+    assert choose_config(90, torch.bfloat16, few, SHAPE, "silu") == FEW
+    assert choose_config(90, torch.bfloat16, many, (64, 2056, 1024), "silu") == UNALIGNED
+    assert choose_config(90, torch.bfloat16, many, (64, 2048, 1032), "silu") == UNALIGNED
+    assert choose_config(90, torch.float32, many, SHAPE, "silu") == FLOAT32
+    assert choose_config(0, torch.float32, many, SHAPE, "silu") == INTERPRETED
 
 
 @pytest.mark.parametrize(
