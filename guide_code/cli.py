@@ -54,6 +54,12 @@ def verify(context: typer.Context) -> None:
     _call(context)
 
 
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Time the experts here, in transformers, and the floors."""
+    _call(context)
+
+
 def _call(context: typer.Context, module: str | None = None) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
     entry = importlib.import_module(f"guide_code.{module or context.info_name}")

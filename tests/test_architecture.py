@@ -73,6 +73,8 @@ ORDER = [
     "adapter",
     "offload",
     "generate",
+    "benchmarks",
+    "bench",
     "cli",
 ]
 """A file may import files and folders above it, never below. A folder's own files may import one another; its

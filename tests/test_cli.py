@@ -15,7 +15,9 @@ def test_help_lists_the_commands_without_importing_torch():
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert all(name in done.stdout for name in ("train", "generate", "conventions", "images", "convert", "verify"))
+    assert all(
+        name in done.stdout for name in ("train", "generate", "conventions", "images", "convert", "verify", "bench")
+    )
     assert done.stdout.strip().endswith("False"), done.stderr
 
 

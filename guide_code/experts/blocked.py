@@ -224,7 +224,7 @@ class _BlockedFunction(torch.autograd.Function):
             grad_hidden = grad_hidden.to(compute)
             _outer_(block, grads[0], grad_hidden, x_RD)
             grad_x_TD.index_add_(0, block.tokens_R, _linear(block, grad_hidden, gate_up).to(wide))
-            grad_weights_N[block.order_R] = grad_weights_R1[:, 0]
+            grad_weights_N[block.order_R] = grad_weights_R1[:, 0].to(weights_TK.dtype)
         return None, None, None, None, grad_x_TD.to(dtype), grad_weights_N.view_as(weights_TK), *grads
 
 
