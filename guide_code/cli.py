@@ -60,6 +60,12 @@ def bench(context: typer.Context) -> None:
     _call(context)
 
 
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def mesh(context: typer.Context) -> None:
+    """Show which ranks share what under given sizes of parallelism."""
+    _call(context, "parallel.mesh_cli")
+
+
 def _call(context: typer.Context, module: str | None = None) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
     entry = importlib.import_module(f"guide_code.{module or context.info_name}")

@@ -39,6 +39,7 @@ LEAVES = [
     "latent_attention",
     "decoding",
     "transformer",
+    "parallel/mesh",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
 
@@ -46,6 +47,7 @@ ORDER = [
     *ROUTERS,
     "routers",
     *LEAVES[len(ROUTERS) :],
+    "parallel",
     "kernels",
     "experts",
     "backends",
@@ -125,6 +127,7 @@ SMOKE = {
     "(torch.randn(1, 3, 8), [torch.ones(1, 3, 2)] * 2)",
     "decoding": "decoding.sample_tokens(torch.randn(2, 5), temperature=1.0)",
     "transformer": "transformer.Output(torch.zeros(1, 1, 1), ())",
+    "parallel/mesh": "mesh.picture(mesh.ParallelSizes(dp=4, ep=2), 8)",
 }
 
 

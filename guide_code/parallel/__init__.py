@@ -1,0 +1,1 @@
+"""The MoE part of distributed training, and thin, explained uses of ``torch.distributed``."""
