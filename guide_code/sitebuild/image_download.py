@@ -212,7 +212,7 @@ class Download:
         digest, size = hashlib.sha256(before), len(before)
         head = before[:64]
         with part.open("ab" if resumed else "wb") as stream:
-            for chunk in response.iter_bytes(1 << 16):
+            for chunk in response.iter_bytes():  # as they come: a size would hold bytes back until a chunk is full
                 size += len(chunk)
                 if size > file.size:
                     break
