@@ -62,7 +62,8 @@ class Hub:
         datasets: By `OWNER/NAME`.
         requests: All that came, in order.
         large: Suffixes of files that are kept as large files, on the other host.
-        fault: Called with the handler and the path for each image that is asked for; returns True if it has answered.
+        fault: Called with the handler and the path for each image that is asked for, and with the hash of each large
+            file that is sent; returns True if it has answered.
         on_commit: Called with the handler before a commit is made; returns True if it has answered.
         after_commit: The same, after it is made and before the answer.
     """
@@ -249,6 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.json({"transfer": "basic", "objects": objects})
 
     def _upload(self, oid: str) -> None:
+        if self.hub.fault(self, oid):
+            return
         self.hub.objects[oid] = self.body
         self.send(b"")
 

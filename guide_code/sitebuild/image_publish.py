@@ -206,7 +206,12 @@ def _in_words(repo: str) -> Iterator[None]:
     from huggingface_hub.utils import httpx
 
     try:
-        yield
+        try:
+            yield
+        except RuntimeError as error:  # so the client wraps what happens to the upload of a large file
+            if isinstance(error.__cause__, (HfHubHTTPError, httpx.HTTPError)):
+                raise error.__cause__ from None
+            raise
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         hints = {
