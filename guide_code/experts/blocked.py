@@ -22,9 +22,6 @@ ACTIVATIONS = ("silu", "gelu", "relu", "swigluoai")
 BLOCK_ROWS = 256
 """A block closes when it has this many rows: 1 MB of float32 at D = 1024. Blocks hold whole experts."""
 
-NARROW_ROWS = 4
-"""Up to so many rows of an expert a narrow weight is multiplied as it is where it would be widened otherwise."""
-
 
 def blocked_experts(
     x_TD: Tensor,
@@ -271,7 +268,8 @@ def _turned(rows_RI: Tensor) -> tuple[int, int]:
 def _linear(block: _Block, rows_RI: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None = None) -> Tensor:
     """Each row times its expert's matrix, plus its bias: (R, O) in the dtype of the rows.
 
-    A narrower weight is widened one expert at a time, in a buffer that stays in the cache.
+    A narrower weight is widened one expert at a time, in a buffer that stays in the cache; not for a single row, which
+    reads the weight once and no more.
     """
     by_column, widen = weight_EIO.stride(1) == 1, weight_EIO.dtype != rows_RI.dtype
     first, last = _turned(rows_RI) if by_column else (1, 0)
@@ -279,18 +277,13 @@ def _linear(block: _Block, rows_RI: Tensor, weight_EIO: Tensor, bias_EO: Tensor 
     wide_IO = torch.empty_like(weight_EIO[0], dtype=rows_RI.dtype) if widen else None
     for expert, rows, out in _parts(block, rows_RI, out_RO):
         weight_IO = weight_EIO[expert]
-        if by_column and len(rows) == 1 and _narrow(weight_IO.dtype):
+        if by_column and len(rows) == 1:
             out[0] = torch.mv(weight_IO.t(), rows[0].to(weight_IO.dtype))
             continue
         if wide_IO is not None:
-            if by_column and len(rows) <= NARROW_ROWS:
-                out.copy_(torch.mm(rows.to(weight_IO.dtype), weight_IO))
-                continue
             weight_IO = wide_IO.copy_(weight_IO)
         if not first <= len(rows) <= last:
             torch.mm(rows, weight_IO, out=out)
-        elif len(rows) == 1:  # MKL multiplies two columns faster than one
-            out.copy_(torch.mm(weight_IO.t(), rows.expand(2, -1).contiguous().t())[:, :1].t())
         else:
             out.copy_(torch.mm(weight_IO.t(), rows.t()).t())
     return out_RO if bias_EO is None else out_RO.add_(bias_EO[block.experts_R])

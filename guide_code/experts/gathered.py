@@ -1,13 +1,15 @@
-"""Every assignment fetches its own copy of its expert's weights: two batched matmuls, one row each.
+"""Every assignment fetches its own expert's weights: two products of a matrix with one row each. For decoding.
 
-The "weight gathering" of decoding, as in gpt-fast, ``mixtral-moe/model.py``, on the layer of Shazeer et al. 2017
-(arXiv:1701.06538), eq. 1. No sorting, nothing waits for the host, every shape is known beforehand. The price is
-memory: N x 3 x I x D numbers, so it is for a handful of tokens.
+The "weight gathering" of gpt-fast, ``mixtral-moe/model.py``, on the layer of Shazeer et al. 2017 (arXiv:1701.06538),
+eq. 1. Nothing waits for the host and every shape is known beforehand. The price is memory: copies of N x 3 x I x D
+numbers, so it is for a handful of tokens. On a CPU, where no gradient is wanted, the weights are read where they lie.
 Copy alone: needs torch only.
 
 T tokens, D hidden size, I expert intermediate size, J = 2I (I when not gated), E experts, K choices per token,
 N = T*K assignments.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +47,28 @@ def gathered_experts(
     """
     device = "cpu" if x_TD.is_meta else x_TD.device.type  # autocast knows no meta device
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else gate_up_proj.dtype
-    wide, num_experts = torch.promote_types(dtype, torch.float32), len(down_proj)
+    wide, num_experts, top_k = torch.promote_types(dtype, torch.float32), len(down_proj), ids_TK.shape[1]
+    arguments = x_TD, weights_TK, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments)
     with torch.autocast(device, enabled=False):
+        if x_TD.device.type == "cpu" and not training and not torch.compiler.is_compiling():
+            ids = ids_TK.flatten().tolist()
+            rows, weight_N1 = [row for row in x_TD.to(dtype) for _ in range(top_k)], weights_TK.reshape(-1, 1)
+            hidden = _times_in_place(gate_up_proj, ids, rows, gate_up_proj_bias)
+            hidden_NI = _activate(hidden, activation, gated) * weight_N1  # before down: float16 stays finite
+            y_ND = _times_in_place(down_proj, ids, hidden_NI.to(dtype).unbind(), down_proj_bias, weight_N1)
+            return y_ND.view(*ids_TK.shape, y_ND.shape[1]).sum(dim=1, dtype=wide).to(x_TD.dtype)
+
         valid_N1 = ((ids_TK >= 0) & (ids_TK < num_experts)).flatten()[:, None]
         ids_N = torch.where(valid_N1[:, 0], ids_TK.flatten(), 0)  # any expert will do for what counts nothing
         weight_N1 = torch.where(valid_N1, weights_TK.flatten()[:, None], 0.0)
-        rows_ND = torch.where(valid_N1, x_TD.to(dtype).repeat_interleave(ids_TK.shape[1], dim=0), 0.0)
+        rows_ND = torch.where(valid_N1, x_TD.to(dtype).repeat_interleave(top_k, dim=0), 0.0)
 
-        hidden = _times(gate_up_proj.to(dtype).index_select(0, ids_N), rows_ND)
+        hidden = _times(gate_up_proj.index_select(0, ids_N).to(dtype), rows_ND)
         if gate_up_proj_bias is not None:
             hidden = hidden + gate_up_proj_bias.to(dtype)[ids_N]
         hidden_NI = _activate(hidden, activation, gated) * weight_N1  # before down: float16 stays finite
-        y_ND = _times(down_proj.to(dtype).index_select(0, ids_N), hidden_NI.to(dtype)).to(wide)
+        y_ND = _times(down_proj.index_select(0, ids_N).to(dtype), hidden_NI.to(dtype)).to(wide)
         if down_proj_bias is not None:
             y_ND = y_ND + weight_N1 * down_proj_bias.to(wide)[ids_N]
         out_TD = y_ND.view(*ids_TK.shape, y_ND.shape[1]).sum(dim=1)
@@ -143,3 +155,26 @@ def _activate(hidden: Tensor, activation: str, gated: bool) -> Tensor:
 def _times(weight_NOI: Tensor, rows_NI: Tensor) -> Tensor:
     """Each row times the transpose of its own matrix: (N, O)."""
     return torch.bmm(weight_NOI, rows_NI[:, :, None])[:, :, 0]
+
+
+def _times_in_place(
+    weight_EOI: Tensor,
+    ids: list[int],
+    rows: Sequence[Tensor],
+    bias_EO: Tensor | None,
+    scale_N1: Tensor | None = None,
+) -> Tensor:
+    """Each row times the transpose of its expert's matrix, plus its (scaled) bias: (N, O); zeros without an expert.
+
+    Visited in the order of experts: a matrix that several rows need comes from memory once, then from the cache.
+    """
+    (num_experts, width, _), dtype = weight_EOI.shape, rows[0].dtype if rows else weight_EOI.dtype
+    out_NO = weight_EOI.new_zeros(len(ids), width, dtype=dtype)
+    for n in sorted(range(len(ids)), key=ids.__getitem__):
+        expert = ids[n]
+        if 0 <= expert < num_experts:
+            torch.mv(weight_EOI[expert].to(dtype), rows[n], out=out_NO[n])
+            if bias_EO is not None:
+                bias_O = bias_EO[expert].to(dtype)
+                out_NO[n] += bias_O if scale_N1 is None else (scale_N1[n] * bias_O).to(dtype)
+    return out_NO

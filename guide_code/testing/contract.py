@@ -101,6 +101,8 @@ def check_experts(
     out_TD = experts(x, ids_TK.to(device), weights)
     assert out_TD.dtype == dtype and out_TD.shape == x_TD.shape, f"{case.reason}: {out_TD.dtype} {out_TD.shape}"
     out_TD.backward(cotangent_TD.to(device))
+    with torch.no_grad():
+        inferred_TD = experts(x, ids_TK.to(device), weights)
 
     parameters = {name: p.detach().cpu().double().requires_grad_() for name, p in experts.named_parameters()}
     up = "gate_up_proj" if case.gated else "up_proj"
@@ -120,6 +122,7 @@ def check_experts(
         expected_TD.backward(cotangent_TD.double())
 
     _close("output", out_TD, expected_TD, dtype, case)
+    _close("output without gradients", inferred_TD, expected_TD, dtype, case)
     _close("gradient of tokens", x.grad, x64.grad, dtype, case)
     _close("gradient of combine weights", weights.grad, weights64.grad, dtype, case)
     for name, parameter in experts.named_parameters():

@@ -32,6 +32,19 @@ def test_backend_equals_oracle(backend, case, dtype):
 
 
 @backends
+def test_combine_weights_in_bfloat16_get_gradients_in_bfloat16(backend):
+    experts, generator = backend(PLAIN.num_experts, PLAIN.hidden_size, PLAIN.intermediate_size), torch.Generator()
+    x_TD, ids_TK, weights_TK = make_inputs(PLAIN, torch.float32, generator)
+    narrow_TK = weights_TK.bfloat16().requires_grad_()
+    wide_TK = narrow_TK.detach().float().requires_grad_()
+    out_TD = experts(x_TD, ids_TK, narrow_TK)
+    out_TD.square().sum().backward()
+    experts(x_TD, ids_TK, wide_TK).square().sum().backward()
+    assert out_TD.dtype == torch.float32 and narrow_TK.grad.dtype == torch.bfloat16
+    assert relative_rms(narrow_TK.grad, wide_TK.grad) < 0.02
+
+
+@backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_clamped_swiglu_equals_oracle(backend, dtype):
     check_experts(backend, CLAMPED, dtype)
