@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-from hub import Hub, published
+from hub import published
+from hub_client import stand_in
 from pull_faults import IMAGES
 from site_project import write_project
 
@@ -30,19 +31,8 @@ def drawn_project(project, small_site):
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A stand-in hub that the real client talks to, and no token but what a test gives."""
-    from huggingface_hub import constants
-
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    with Hub() as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+def hub(tmp_path):
+    with stand_in(tmp_path) as hub:
         yield hub
 
 
