@@ -11,22 +11,32 @@ from torch import Tensor
 
 from guide_code.experts.blocked import blocked_experts
 from guide_code.experts.fused import fused_experts, fused_obstacle
+from guide_code.experts.gathered import gathered_experts
 from guide_code.experts.grouped import GroupedExperts, grouped_experts
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "blocked": blocked_experts,
     "fused": fused_experts,
+    "gathered": gathered_experts,
     "grouped": grouped_experts,
 }
 
+FEW_ASSIGNMENTS = 16
+"""On a CPU, without gradients, "gathered" is fastest for up to so many assignments T x K, however many experts."""
+
 ROWS_PER_EXPERT = {
-    ("float32", "inference"): 12,
-    ("float32", "training"): 96,
-    ("narrow", "inference"): 0,
-    ("narrow", "training"): 12,
+    ("AVX2", "float32", "inference"): 3,
+    ("AVX2", "float32", "training"): 3,
+    ("AVX2", "narrow", "inference"): 3,
+    ("AVX2", "narrow", "training"): 0,
+    ("other", "float32", "inference"): 12,
+    ("other", "float32", "training"): 96,
+    ("other", "narrow", "inference"): 0,
+    ("other", "narrow", "training"): 12,
 }
-"""On a CPU, rows per expert (T x K / E) from which "blocked" is faster than "grouped". "narrow": bfloat16, float16.
-Measured by ``moe-guide bench`` on two cores of a Xeon with AMX, torch 2.13.0, E = 64, D = 1024, I = 384."""
+"""On a CPU, rows per expert (T x K / E) from which "blocked" is faster than "grouped", by its instructions and the
+dtype. "narrow": bfloat16, float16. Measured by ``moe-guide bench experts`` with torch 2.13.0, E = 64, D = 1024, I = 384
+and E = 8, I = 3584, on two cores: of an EPYC with AVX2 (cold caches), of a Xeon with AMX for "other"."""
 
 
 class Choice(NamedTuple):
@@ -67,10 +77,17 @@ def choose(
         return Choice("grouped", f"nothing else is made for {device.type}")
     kind = "narrow" if dtype in (torch.bfloat16, torch.float16) else "float32"
     use = "training" if training else "inference"
-    rows, least = num_tokens * top_k / num_experts, ROWS_PER_EXPERT[kind, use]
+    if not training and num_tokens * top_k <= FEW_ASSIGNMENTS:
+        return Choice(
+            "gathered", f"{num_tokens * top_k} assignments are at most the {FEW_ASSIGNMENTS} that need no sort"
+        )
+    instructions = "AVX2" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "other"
+    rows, least = num_tokens * top_k / num_experts, ROWS_PER_EXPERT[instructions, kind, use]
     backend, relation = ("blocked", "at least") if rows >= least else ("grouped", "fewer than")
     return Choice(
-        backend, f"{rows:.3g} rows per expert are {relation} the {least} from which blocks are faster ({use})"
+        backend,
+        f"{rows:.3g} rows per expert are {relation} the {least} from which blocks are faster ({kind}, {use}, "
+        f"{instructions} instructions)",
     )
 
 
