@@ -40,6 +40,8 @@ LEAVES = [
     "decoding",
     "transformer",
     "parallel/mesh",
+    "parallel/expert",
+    "parallel/expert_variants",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
 
@@ -86,6 +88,7 @@ COPY_SETS = {name: [name] for name in LEAVES} | {
     "load_metrics": ["balance", "load_metrics"],
     "balancer": ["balance", "load_metrics", "importance", "balancer"],
     "transformer": ["decoding", "transformer"],
+    "parallel/expert_variants": ["parallel/expert", "parallel/expert_variants"],
     "experts/low_rank": ["experts/grouped", "experts/low_rank"],
     "experts/offloaded": ["experts/grouped", "experts/expert_cache", "experts/offloaded"],
 }
@@ -128,6 +131,8 @@ SMOKE = {
     "decoding": "decoding.sample_tokens(torch.randn(2, 5), temperature=1.0)",
     "transformer": "transformer.Output(torch.zeros(1, 1, 1), ())",
     "parallel/mesh": "mesh.picture(mesh.ParallelSizes(dp=4, ep=2), 8)",
+    "parallel/expert": "expert.all_to_all_bytes(5, 4, 8, 4, element_size=4)",
+    "parallel/expert_variants": "expert_variants.deduplicated_bytes(5, 4, 8, 2, 4, element_size=4)",
 }
 
 
