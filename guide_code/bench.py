@@ -97,6 +97,35 @@ def switch(
     _finish(console, header("switch", _command()) | sizes | found | {"rows": rows}, out)
 
 
+@app.command()
+def convert(
+    gigabytes: Annotated[float, typer.Option(help="Of the checkpoint, which is made for this.")] = 2.0,
+    folder: Annotated[Path, typer.Option(help="To work in: made, and deleted afterwards.")] = Path("bench-convert"),
+    repeats: Annotated[int, typer.Option(help="Rounds of copying, converting and loading.", min=1)] = 3,
+    out: _Out = None,
+) -> None:
+    """Conversion of a checkpoint: seconds against a plain copy, peak memory against the bound."""
+    from guide_code.benchmarks.convert import measure_convert
+
+    try:
+        found = measure_convert(folder, int(gigabytes * 1e9), repeats=repeats)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    console = Console()
+    table = Table("step", "s", "lowest to highest", "to copy", "peak MB", "bound MB", title=f"{found['bytes']:,} bytes")
+    for row in found["rows"]:
+        ratio, bound = row["to_copy"], row["bound_bytes"]
+        table.add_row(
+            row["step"], f"{row['median_s']:.2f}", f"{row['low_s']:.2f} to {row['high_s']:.2f}",
+            "" if ratio is None else f"{ratio:.2f}", f"{row['peak_bytes'] / 1e6:.0f}",
+            "" if bound is None else f"{bound / 1e6:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    _finish(console, header("convert", _command()) | found, out)
+    if beyond := [row["step"] for row in found["rows"] if row["within"] is False]:
+        _fail(f"more memory than the bound: {', '.join(beyond)}")
+
+
 def _case_table(case: dict[str, Any]) -> Table:
     title = f"{case['shape']['name']}, {case['dtype']}, {case['tokens']} tokens, {case['routing']}, {case['mode']}"
     table = Table("candidate", "ms", "10 % to 90 %", "to floor", "to best peer", "peak MB", title=title)
