@@ -69,7 +69,15 @@ def test_mathematics_is_marked_for_one_renderer(config):
 
 
 def test_the_sections_are_those_of_the_design(config):
-    assert [next(iter(entry)) for entry in config.nav] == ["Home", "Learn", "Tutorials", "Tools", "How-to", "Reference"]
+    assert [next(iter(entry)) for entry in config.nav] == [
+        "Home",
+        "Learn",
+        "Solutions",
+        "Tutorials",
+        "Tools",
+        "How-to",
+        "Reference",
+    ]
 
 
 def test_patterns_of_the_navigation_list_generated_pages_in_order():
