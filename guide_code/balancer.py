@@ -11,6 +11,7 @@ T tokens, D hidden size, E experts, K choices per token.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .balance import (
@@ -84,6 +85,7 @@ class Balancer(nn.Module):
         self.num_layers, self.group_size, self.noise_std = num_layers, group_size, noise_std
         self.expert_bias_rate, self.centred_bias, self.scale = expert_bias_rate, centred_bias, 1.0
         self._check()
+        self._token_group, self._groups, self._ranks = None, [], 1
         for name in ("counts", "last_counts"):
             self.register_buffer(name, torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         for name in ("rejected", "last_rejected"):
@@ -111,12 +113,49 @@ class Balancer(nn.Module):
         return out
 
     def losses(self) -> dict[str, Tensor]:
-        """Each loss by name: detached, without coefficient, the mean over the forwards since the last step."""
-        return {name: total / self._forwards for name, total in self._sums.items()}
+        """Each loss by name: detached, without coefficient, the mean over the forwards since the last step.
+
+        Over those of all ranks, after :meth:`set_groups`: then every rank of the groups must ask.
+        """
+        if not self._sums:
+            return {}
+        means = self._over_ranks(torch.stack(list(self._sums.values()))) / (self._forwards * self._ranks)
+        return dict(zip(self._sums, means, strict=True))
 
     def set_scale(self, scale: float) -> None:
         """What the language-model loss is multiplied by: 1 / micro-batches, times a loss scale if there is one."""
         self.scale = scale
+
+    def set_groups(
+        self, token_group: dist.ProcessGroup | None = None, data_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Share losses and counts with other ranks, whose gradients are to be averaged with those of this one.
+
+        Micro-batch and sequence conventions see the tokens of one micro-batch, "megatron_global" those of all ranks
+        since the last step. Values of losses are means over all ranks, the bias moves by the counts of all.
+
+        Args:
+            token_group: ranks that hold other tokens of the same sequences (context or sequence parallel).
+            data_group: ranks that hold other micro-batches (data parallel).
+
+        Raises:
+            ValueError: a loss cannot be taken over the tokens of several ranks.
+        """
+        groups = (token_group, data_group)
+        self._groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+        self._ranks = 1
+        for group in self._groups:
+            self._ranks *= dist.get_world_size(group)
+        self._token_group = token_group if token_group in self._groups else None
+        rule = CONVENTIONS[self.convention]
+        whole = rule.counts == "all" and rule.over != "sequence" and self.group_size is None
+        for name in self.coefs if self._token_group is not None else ():
+            if name != "z_loss" and not (name == "load_balancing" and whole):
+                raise ValueError(
+                    f"coefs[{name!r}] with convention={self.convention!r} and group_size={self.group_size} is not a "
+                    "sum over tokens: it cannot be taken over a token_group of several ranks. Possible there: "
+                    '"z_loss", and "load_balancing" under a convention that counts all choices of a whole batch'
+                )
 
     def step(self, router: nn.Module) -> None:
         """Call once after each optimizer step: moves ``router.expert_bias``, then clears the statistics.
@@ -124,6 +163,7 @@ class Balancer(nn.Module):
         A router that moves its own bias, by a method ``step``, is told to.
         The counts of the finished step stay readable as ``last_counts`` (E,), its rejected tokens as ``last_rejected``.
         """
+        self.counts, self.rejected = self._over_ranks(self.counts), self._over_ranks(self.rejected)
         if self.expert_bias_rate:
             bias_E = router.get_buffer("expert_bias")
             update_expert_bias_(bias_E, self.counts, self.expert_bias_rate, centred=self.centred_bias)
@@ -140,6 +180,23 @@ class Balancer(nn.Module):
         self._sums: dict[str, Tensor] = {}
         self._forwards = 0
 
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        for index, group in enumerate(self._groups):
+            value = value.clone() if index == 0 else value
+            dist.all_reduce(value, group=group)
+        return value
+
+    def _over_tokens(self, routing, mask_T: Tensor | None) -> tuple[Tensor | None, Tensor | float]:
+        """Counts of the micro-batch, and by what a mean over this rank's tokens counts in the mean over ranks."""
+        if self._token_group is None:
+            return None, 1.0
+        counts_E = expert_counts(routing.ids, self.num_experts, mask_T)
+        tokens = (torch.ones_like(routing.ids[:, 0]) if mask_T is None else mask_T.bool()).sum()
+        tokens = tokens - rejected_rows(routing.scores, mask_T)
+        totals = torch.cat([counts_E, tokens[None]])
+        dist.all_reduce(totals, group=self._token_group)
+        return totals[:-1], dist.get_world_size(self._token_group) * tokens / totals[-1].clamp_min(1)
+
     def _count(self, routing, mask_T: Tensor | None) -> None:
         self.counts += expert_counts(routing.ids, self.num_experts, mask_T)
         self.rejected += rejected_rows(routing.scores, mask_T)
@@ -148,22 +205,26 @@ class Balancer(nn.Module):
     def _loss(self, name: str, routing, mask_T: Tensor | None, length: int | None) -> Tensor:
         if name in self.extra_losses:
             return self.extra_losses[name](routing, mask_T)
+        counts_E, share = self._over_tokens(routing, mask_T)
         if name == "z_loss":
-            return z_loss(routing.logits, mask_T, convention=self.z_loss_convention, num_layers=self.num_layers)
+            options = {"convention": self.z_loss_convention, "num_layers": self.num_layers}
+            return share * z_loss(routing.logits, mask_T, **options)
         if name == "importance":
             return importance_loss(routing.weights, routing.ids, self.num_experts, mask_T)
         if name == "load":
             return load_loss(routing.logits, routing.logits, self.noise_std or 0.0, routing.ids.shape[1], mask_T)
         convention = self.convention if name == "load_balancing" else "sequence"
         required = required_arguments(convention)
-        return load_balancing_loss(
+        if "counts_E" in required:
+            counts_E = self._over_ranks(self.counts)
+        return share * load_balancing_loss(
             routing.scores,
             routing.ids,
             convention=convention,
             mask_T=mask_T,
             num_layers=self.num_layers,
             group_size=length if "group_size" in required else self.group_size,
-            counts_E=self.counts if "counts_E" in required else None,
+            counts_E=counts_E,
         )
 
     def _check(self) -> None:

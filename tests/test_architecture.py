@@ -42,6 +42,7 @@ LEAVES = [
     "parallel/mesh",
     "parallel/expert",
     "parallel/expert_variants",
+    "parallel/data",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
 
@@ -132,6 +133,7 @@ SMOKE = {
     "transformer": "transformer.Output(torch.zeros(1, 1, 1), ())",
     "parallel/mesh": "mesh.picture(mesh.ParallelSizes(dp=4, ep=2), 8)",
     "parallel/expert": "expert.all_to_all_bytes(5, 4, 8, 4, element_size=4)",
+    "parallel/data": "data.gradient_norm([torch.nn.Parameter(torch.ones(2))])",
     "parallel/expert_variants": "expert_variants.deduplicated_bytes(5, 4, 8, 2, 4, element_size=4)",
 }
 
