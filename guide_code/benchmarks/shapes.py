@@ -33,9 +33,10 @@ class Shape(NamedTuple):
 SHAPES = {
     "fine": Shape("fine", 64, 8, 1024, 384),
     "coarse": Shape("coarse", 8, 2, 1024, 3584),
+    "small": Shape("small", 16, 2, 256, 128),
     "tiny": Shape("tiny", 8, 2, 64, 32),
 }
-"""Many small experts; few large ones (Mixtral 8x7B with a quarter of its widths); one for tests."""
+"""Many small experts; few large ones (Mixtral 8x7B with a quarter of its widths); one for a page; one for tests."""
 
 
 def shape_of(name: str, budget: int | None = None) -> Shape:

@@ -47,7 +47,7 @@ def measure_switch(
         seconds: of one way with one number of experts.
 
     Raises:
-        ValueError: a number of experts is below 1, or their weights do not fit into half of the memory at hand.
+        ValueError: a number of experts is below 1, or their weights need over three quarters of the memory at hand.
         ArithmeticError: the ways do not compute the same.
     """
     from transformers import SwitchTransformersConfig
@@ -57,7 +57,7 @@ def measure_switch(
 
     if bad := [count for count in experts if count < 1]:
         raise ValueError(f"experts={bad} must be at least 1")
-    needed, room = 8 * sum(experts) * hidden_size * intermediate_size, available_bytes() // 2
+    needed, room = 8 * sum(experts) * hidden_size * intermediate_size, available_bytes() * 3 // 4
     if needed > room:
         raise ValueError(
             f"experts={list(experts)} need {needed / 1e9:.1f} GB, {room / 1e9:.1f} GB may be used: ask fewer"
