@@ -43,6 +43,7 @@ LEAVES = [
     "parallel/expert",
     "parallel/expert_variants",
     "parallel/data",
+    "parallel/placement",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
 
@@ -134,6 +135,7 @@ SMOKE = {
     "parallel/mesh": "mesh.picture(mesh.ParallelSizes(dp=4, ep=2), 8)",
     "parallel/expert": "expert.all_to_all_bytes(5, 4, 8, 4, element_size=4)",
     "parallel/data": "data.gradient_norm([torch.nn.Parameter(torch.ones(2))])",
+    "parallel/placement": "placement.place_experts(torch.tensor([9, 8, 2, 1]), 2)",
     "parallel/expert_variants": "expert_variants.deduplicated_bytes(5, 4, 8, 2, 4, element_size=4)",
 }
 
