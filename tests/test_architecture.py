@@ -42,6 +42,7 @@ LEAVES = [
     "parallel/mesh",
     "parallel/expert",
     "parallel/expert_variants",
+    "parallel/expert_tensor",
     "parallel/data",
     "parallel/placement",
 ]
@@ -90,6 +91,7 @@ COPY_SETS = {name: [name] for name in LEAVES} | {
     "load_metrics": ["balance", "load_metrics"],
     "balancer": ["balance", "load_metrics", "importance", "balancer"],
     "transformer": ["decoding", "transformer"],
+    "parallel/expert_tensor": ["parallel/expert", "parallel/expert_tensor"],
     "parallel/expert_variants": ["parallel/expert", "parallel/expert_variants"],
     "experts/low_rank": ["experts/grouped", "experts/low_rank"],
     "experts/offloaded": ["experts/grouped", "experts/expert_cache", "experts/offloaded"],
@@ -135,6 +137,8 @@ SMOKE = {
     "parallel/mesh": "mesh.picture(mesh.ParallelSizes(dp=4, ep=2), 8)",
     "parallel/expert": "expert.all_to_all_bytes(5, 4, 8, 4, element_size=4)",
     "parallel/data": "data.gradient_norm([torch.nn.Parameter(torch.ones(2))])",
+    "parallel/expert_tensor": "part = torch.nn.Module(); part.gated, part.activation = False, 'silu'\n"
+    "part.down_proj = torch.nn.Parameter(torch.zeros(4, 8, 6)); expert_tensor.slice_experts_(part, 0, 3)",
     "parallel/placement": "placement.place_experts(torch.tensor([9, 8, 2, 1]), 2)",
     "parallel/expert_variants": "expert_variants.deduplicated_bytes(5, 4, 8, 2, 4, element_size=4)",
 }

@@ -106,7 +106,7 @@ class ExpertParallel(nn.Module):
         parameters = dict(self.experts.named_parameters())
         local = {name: p.to_local() for name, p in parameters.items() if isinstance(p, DTensor)}
         if self.gradient_scale != 1.0:
-            local = {n: _ScaleGradient.apply(local.get(n, p), self.gradient_scale) for n, p in parameters.items()}
+            local = {n: ScaleGradient.apply(local.get(n, p), self.gradient_scale) for n, p in parameters.items()}
         if not local:
             return self.experts(x_RD, ids_RK, weights_RK)
         return torch.func.functional_call(self.experts, local, (x_RD, ids_RK, weights_RK))
@@ -151,7 +151,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.given, ctx.taken, ctx.group), None, None, None, None
 
 
-class _ScaleGradient(torch.autograd.Function):
+class ScaleGradient(torch.autograd.Function):
     """The same value; its gradient is multiplied."""
 
     @staticmethod
