@@ -66,7 +66,7 @@ def draw(palette: Palette, layout: str) -> Figure:
         palette,
         layout,
         [
-            Panel(title, height, lambda pen: _bars(pen, count), f"{RANKS} ranks", full=True),
+            Panel(title, height, lambda pen: _bars(pen, count), f"per rank of {RANKS}", full=True),
             Panel("", 20, _legend, full=True),
         ],
     )
@@ -87,9 +87,9 @@ def _bars(pen: Pen, count: Parameters) -> None:
         total = sum(parts.values())
         pen.words(pen.width - 1, y + _ROW / 2, f"{total:.3g} GB", size=11, align="right", bold=total <= DEVICE)
     x = left + scale * DEVICE
-    pen.path([(x, 0), (x, _ROW * len(held) + 4)], color=pen.palette.accent)
+    pen.path([(x, 0), (x, _ROW * len(held) + 4)], color=pen.palette.ink, over=6)
 
 
 def _legend(pen: Pen) -> None:
     entries = [(name, pen.expert(number), 1.0) for number, name in enumerate(BYTES)]
-    pen.legend(1, 9, [*entries, (f"{DEVICE:g} GB", pen.palette.accent, 1.0)])
+    pen.legend(1, 9, [*entries, (f"{DEVICE:g} GB", pen.palette.ink, 1.0)])

@@ -144,7 +144,7 @@ def _time_line(pen: Pen, rows: list[list[Slot]], length: float) -> None:
             x, width = 23 + scale * slot.start, scale * (slot.end - slot.start)
             strength = 0.25 if slot.stage >= RANKS else 0.45
             pen.box(x, y, width, 20.5, color=pen.expert(_COLORS[slot.kind]), strength=strength, radius=1)
-            if width > 8.5:
+            if width > 8.5:  # narrower, two figures would touch
                 pen.words(x + width / 2, y + 10.5, str(slot.micro_batch), size=TINY)
 
 

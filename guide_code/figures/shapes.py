@@ -91,9 +91,11 @@ class Pen:
         """A straight arrow, or a line without a head."""
         style.arrow(self.axes, self._on(start), self._on(end), color or self.palette.line, head=head, line=line)
 
-    def path(self, points: Sequence[tuple[float, float]], *, color: str | None = None, line: float = 1.4) -> None:
-        """A line through the points."""
-        style.path(self.axes, [self._on(point) for point in points], color or self.palette.line, line=line)
+    def path(
+        self, points: Sequence[tuple[float, float]], *, color: str | None = None, line: float = 1.4, over: int = 2
+    ) -> None:
+        """A line through the points; boxes and bars are at height 3."""
+        style.path(self.axes, [self._on(point) for point in points], color or self.palette.line, line=line, over=over)
 
     def flow(
         self, start: tuple[float, float], end: tuple[float, float], color: str, *, upright: bool = True,
