@@ -103,8 +103,26 @@ def test_without_the_hub_the_text_stands_and_says_what_the_image_shows(addresses
     assert tab.page.locator("figcaption:visible").first.inner_text() == "The first."
 
 
-def test_a_shift_is_measured(addresses, visit):
-    """The measure itself: without the shape that the style keeps, the page moves."""
+def test_a_shift_is_measured(browser, addresses):
+    """The measure itself: a page that moves is seen to move."""
+    tab = Visit(browser, addresses["vendored"], "light")
+    try:
+        tab.context.add_init_script(f"({WATCH})()")
+        tab.open("")
+        tab.page.evaluate("document.querySelector('figure').style.paddingTop = '200px'")
+        tab.page.wait_for_function("window.shifts > 0", timeout=5000)
+    finally:
+        tab.close()
+
+
+def test_a_click_shows_the_image_large_and_escape_goes_back(visit, addresses):
     tab, _ = visit(addresses["vendored"], only_the_site=True)
-    tab.page.evaluate("scrollTo(0, 0); document.querySelector('figure').style.paddingTop = '200px'")
-    tab.page.wait_for_function("window.shifts > 0", timeout=5000)
+    tab.page.locator("a.guide-zoom:visible").first.click()
+    large = tab.page.locator(".gslide.current img")
+    large.wait_for(timeout=5000)
+    tab.page.wait_for_function("document.querySelector('.gslide.current img').naturalWidth > 0", timeout=5000)
+    assert large.get_attribute("src").endswith(".svg") and len(large.get_attribute("alt")) > 20
+    tab.page.keyboard.press("Escape")
+    tab.page.wait_for_selector(".glightbox-container", state="detached", timeout=5000)
+    assert tab.page.evaluate("document.activeElement.className").startswith("guide-zoom")
+    assert tab.errors == []

@@ -52,9 +52,15 @@ LARGE = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @LARGE
-@pytest.mark.parametrize("large", [(), (".svg",)])
-def test_from_publishing_to_the_page_of_a_fresh_clone(hub, project, tmp_path, large):
-    hub.large = large
+def test_large_files_go_and_come_by_the_other_host(hub, project, tmp_path):
+    hub.large = (".svg",)
+    lock = send(project)
+    assert pull(lock, tmp_path / "cache", token="", patience=SHORT).failures == {}
+    assert {sha256(data) for data in contents(lock, tmp_path / "cache").values()} == set(hub.objects)
+    assert len([request for request in hub.requests if request.where == "cdn"]) == len(lock.files)
+
+
+def test_from_publishing_to_the_page_of_a_fresh_clone(hub, project, tmp_path):
     lock = send(project)
     assert read_lock(project) == lock and len(commits(hub)) == 1
     (project / ".gitignore").write_text(".cache/\nsite/\n")

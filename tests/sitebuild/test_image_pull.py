@@ -4,6 +4,7 @@ Known failures U-03 and U-04 are here.
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -14,9 +15,9 @@ from hub import STRANGER, WRITER, published, random_images
 from pull_faults import IMAGES, SHORT, VICTIM, contents
 from site_project import ROOT
 
-from guide_code.sitebuild.image_cache import cached_path, look_up, stale_entries
+from guide_code.sitebuild.image_cache import CACHE, cached_path, look_up, stale_entries
 from guide_code.sitebuild.image_download import Patience
-from guide_code.sitebuild.image_lock import Lock
+from guide_code.sitebuild.image_lock import Lock, write_lock
 from guide_code.sitebuild.image_pull import pull
 
 
@@ -224,3 +225,21 @@ def test_addresses_are_written_as_the_hub_does(revision):
     )
     escaped = revision.replace("/", "%2F")
     assert url == f"https://h.example/datasets/owner/name/resolve/{escaped}/fig%20a/%C3%BC.png"
+
+
+@pytest.mark.parametrize("proxy", [False, True])
+def test_a_mirror_and_a_proxy_of_the_environment_are_used(hub, lock, tmp_path, proxy):
+    """U-04: as commands meet them; the stand-in plays the proxy too."""
+    write_lock(tmp_path, lock)
+    (tmp_path / "mkdocs.yml").write_text("site_name: x\n")
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if proxy:
+        environment |= {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": hub.endpoint, "http_proxy": hub.endpoint}
+    code = "from guide_code.images_cli import app; app()"
+    words = [sys.executable, "-c", code, "pull", "--root", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert f"{len(IMAGES)} images are whole" in done.stdout, done.stderr
+    assert contents(lock, tmp_path / CACHE) == IMAGES
+    assert {request.path.startswith("http://hub.invalid/") for request in hub.requests} == {proxy}
+    assert not [request for request in hub.requests if "authorization" in request.headers]
