@@ -1,12 +1,14 @@
 """Figures in pages: the HTML that a reference becomes, and what is refused."""
 
+import importlib
 import re
 
 import pytest
 from bs4 import BeautifulSoup
+from PIL import Image
 
 from guide_code.sitebuild.figure_html import expand_figures, mount_figures
-from guide_code.sitebuild.figures import Figure, FigureError, Variant, draw_all
+from guide_code.sitebuild.figures import Figure, FigureError, Variant, differing_redraws, draw_all
 
 FIGURES = {
     "flow": Figure(
@@ -114,3 +116,18 @@ def test_drawing_happens_once_and_again_when_the_code_changes(project):
     draw_all(project, say=lines.append)
     assert len(lines) == 2
     assert len(list((project / ".cache" / "figures").iterdir())) == 1, "the old drawing is gone"
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("webp", b"RIFF")])
+def test_a_figure_of_pixels_is_drawn_at_twice_the_density_and_the_same_each_time(project, tmp_path, suffix, start):
+    script = project / "guide_code" / "figures" / "dense_vs_moe.py"
+    script.write_text(script.read_text() + f"\n\nFORMAT = {suffix!r}\n")
+    module = importlib.import_module("guide_code.figures.dense_vs_moe")
+    with pytest.MonkeyPatch.context() as patch:  # the module that is drawn is the package's own
+        patch.setattr(module, "FORMAT", suffix, raising=False)
+        figures = draw_all(project, say=lambda line: None)
+        assert differing_redraws(project, tmp_path / "again") == []
+    variant = figures["dense_vs_moe"].variants["narrow-dark"]
+    assert variant.path.suffix == f".{suffix}" and variant.path.read_bytes().startswith(start)
+    with Image.open(variant.path) as image:
+        assert image.size == (2 * variant.width, 2 * variant.height)
