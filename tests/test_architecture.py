@@ -45,6 +45,7 @@ LEAVES = [
     "parallel/expert_tensor",
     "parallel/data",
     "parallel/placement",
+    "parallel/pipeline",
 ]
 """Standard library and torch, and other leaves of the same copy set by relative import; nothing else."""
 
@@ -139,6 +140,7 @@ SMOKE = {
     "parallel/data": "data.gradient_norm([torch.nn.Parameter(torch.ones(2))])",
     "parallel/expert_tensor": "part = torch.nn.Module(); part.gated, part.activation = False, 'silu'\n"
     "part.down_proj = torch.nn.Parameter(torch.zeros(4, 8, 6)); expert_tensor.slice_experts_(part, 0, 3)",
+    "parallel/pipeline": "pipeline.cut_layers([1.0, 2.0, 2.0], 2)",
     "parallel/placement": "placement.place_experts(torch.tensor([9, 8, 2, 1]), 2)",
     "parallel/expert_variants": "expert_variants.deduplicated_bytes(5, 4, 8, 2, 4, element_size=4)",
 }
