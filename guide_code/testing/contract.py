@@ -4,8 +4,9 @@ for case in CASES:
     check_experts(MyExperts, case, torch.float32)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,17 @@ CASES = (
 
 CLAMPED = Case("gpt-oss: a third of what goes in is clamped", activation="swigluoai", bias=True, scale=8.0)
 """For float32 and float64 only: narrower types round values across the clamp, where the gradient jumps."""
+
+
+OFF_TILE_TOKENS = (0, 1, 2, 3, 7, 15, 16, 17, 33, 63, 65, 257)
+
+
+def off_tile_cases(num_tokens: int) -> Iterator[Case]:
+    """All combinations of sizes that are no multiples of a tile, for one of :data:`OFF_TILE_TOKENS`."""
+    for hidden, inner, experts in product((1, 3, 17, 33, 129, 511), (5, 31, 96, 1025), (1, 3, 5, 6, 60)):
+        for top_k in sorted({1, min(2, experts), experts}):
+            sizes = num_tokens, hidden, inner, experts, top_k
+            yield Case(f"tokens, hidden, intermediate, experts, k = {sizes}", *sizes, bias=True)
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:

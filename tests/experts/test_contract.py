@@ -15,7 +15,17 @@ from guide_code.experts.gathered import GatheredExperts
 from guide_code.experts.grouped import GroupedExperts
 from guide_code.experts.loop import LoopExperts
 from guide_code.experts.padded import PaddedExperts
-from guide_code.testing.contract import CASES, CLAMPED, TOLERANCES, Case, check_experts, make_inputs, relative_rms
+from guide_code.testing.contract import (
+    CASES,
+    CLAMPED,
+    OFF_TILE_TOKENS,
+    TOLERANCES,
+    Case,
+    check_experts,
+    make_inputs,
+    off_tile_cases,
+    relative_rms,
+)
 
 BACKENDS = (LoopExperts, GroupedExperts, BlockedExperts, PaddedExperts, GatheredExperts)
 """Auto is one of them for each call, and tested in its own file; so are the fused and the offloaded experts."""
@@ -48,6 +58,16 @@ def test_combine_weights_in_bfloat16_get_gradients_in_bfloat16(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_clamped_swiglu_equals_oracle(backend, dtype):
     check_experts(backend, CLAMPED, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", [GroupedExperts, BlockedExperts])
+@pytest.mark.parametrize("num_tokens", OFF_TILE_TOKENS)
+def test_the_full_grid_of_sizes_off_the_tile(backend, num_tokens):
+    """known_failures X-03."""
+    for case in off_tile_cases(num_tokens):
+        check_experts(backend, case, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
