@@ -9,7 +9,7 @@
 #     language: python
 #     name: python3
 #   guide:
-#     timeout: 180
+#     timeout: 240
 # ---
 
 # %% [markdown]
