@@ -4,10 +4,12 @@ torch.distributed.checkpoint does the work. It needs names that do not depend on
 of experts adds are taken out.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -35,7 +37,9 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
     """
     state = _state(model, optimizer)
     loaded: dict[str, Any] = state | {"step": 0}
-    load(loaded, checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a layout as well
+        load(loaded, checkpoint_id=folder, no_dist=not dist.is_initialized())
     back = {plain: wrapped for wrapped, plain in plain_names(model).items()}
     set_state_dict(
         model,

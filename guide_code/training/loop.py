@@ -17,6 +17,7 @@ from guide_code.training.config import TrainConfig
 from guide_code.training.interrupt import interruptible
 from guide_code.training.losses import next_token_loss, validation_loss
 from guide_code.training.optimizer import learning_rate, make_optimizer
+from guide_code.training.ranks import Ranks
 from guide_code.transformer import Transformer
 
 
@@ -33,6 +34,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     on_save: Callable[[int], Any] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> list[dict[str, Any]]:
     """Train in place; interrupt it (Ctrl-C) at any time and it saves what it has.
 
@@ -47,6 +49,7 @@ def train(
         optimizer: from :func:`make_optimizer`, as a checkpoint left it; a new one when None.
         on_step: called after every step with its metrics.
         on_save: called with the number of steps done, every ``save_every`` steps, at the end and when interrupted.
+        ranks: the processes that train the model together; all of them call this, and get the same metrics.
 
     Returns:
         The metrics of every step: ``step`` (from 1), ``tokens`` seen, ``loss`` (nats per token, the language model's
@@ -59,6 +62,7 @@ def train(
         ValueError: the model has fewer ids or positions than the corpus and the sequence length need.
     """
     check_fit(model, corpus, config)
+    ranks.check(config)
     device = next(model.parameters()).device
     optimizer = optimizer or make_optimizer(model, config)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
@@ -72,14 +76,16 @@ def train(
             generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
             tokens_BS, _ = corpus.train.batch(config.batch_size, config.sequence_length, generator)
             loss = torch.zeros((), device=device)
-            for part_BS in tokens_BS.to(device).chunk(config.accumulate):
+            for index, part_BS in enumerate(tokens_BS.to(device).chunk(config.accumulate)):
+                ranks.begin_micro_batch(model, last=index + 1 == config.accumulate)
                 for layer in layers:
                     if isinstance(layer.balancer, Balancer):
                         layer.balancer.set_scale(1 / config.accumulate)
-                part = next_token_loss(model, part_BS) / config.accumulate
+                part = next_token_loss(model, ranks.share(part_BS)) / config.accumulate
                 part.backward()
                 loss += part.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+            norm = ranks.clip(model, config.clip_norm)
+            loss, stop = ranks.agree(loss, bool(interrupted))
             if not (loss + norm).isfinite():
                 raise TrainingStopped(
                     f"loss {loss.item()} with gradient norm {norm.item()} at step {step + 1}; "
@@ -90,7 +96,7 @@ def train(
             metrics = {"step": step + 1, "tokens": (step + 1) * tokens_BS[:, 1:].numel(), "loss": loss.item()}
             metrics |= step_balancers(layers) | {"grad_norm": norm.item(), "lr": optimizer.param_groups[0]["lr"]}
             metrics["tokens_per_second"] = tokens_BS[:, 1:].numel() / (time.perf_counter() - started)
-            last = step + 1 == config.steps or bool(interrupted)
+            last = step + 1 == config.steps or stop
             if last or (step + 1) % config.validate_every == 0:
                 metrics["validation_loss"] = validation_loss(model, corpus, config)
             history.append(metrics)
@@ -99,7 +105,7 @@ def train(
             if on_save is not None and (last or (step + 1) % config.save_every == 0):
                 on_save(step + 1)
                 saved = step + 1
-            if last:  # not ``interrupted``, which may have been filled after the save was decided
+            if last:  # not ``interrupted``, which may have been filled since
                 break
     return history
 
