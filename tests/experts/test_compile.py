@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from guide_code.backends import BACKENDS
 from guide_code.experts.auto import AutoExperts
 from guide_code.experts.blocked import BlockedExperts
 from guide_code.experts.gathered import GatheredExperts
 from guide_code.experts.grouped import GroupedExperts
 from guide_code.experts.loop import LoopExperts
+from guide_code.experts.offloaded import OffloadedExperts
 from guide_code.experts.padded import PaddedExperts
 
 # Dynamo itself makes instances of autograd functions.
@@ -62,6 +64,22 @@ def test_reading_sizes_on_the_host_breaks_the_graph(name):
     experts, arguments = BROKEN[name](6, 16, 8), inputs(16, torch.float32)
     with pytest.raises(Exception, match="data-dependent"):
         torch.compile(experts, fullgraph=True, backend="aot_eager")(*arguments)
+
+
+def test_offloaded_experts_are_fetched_by_the_host():
+    torch._dynamo.reset()
+    experts, arguments = OffloadedExperts(6, 16, 8), inputs(16, torch.float32)
+    with torch.no_grad(), pytest.raises(Exception, match=r"(?i)data-dependent|unsupported|graph break"):
+        torch.compile(experts, fullgraph=True, backend="aot_eager")(*arguments)
+
+
+def test_the_table_of_the_guide_says_what_is_tested_here():
+    page = (Path(__file__).parents[2] / "docs/reference/backends.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+    said = {row[0].strip("`"): row[-1] for row in rows}
+    whole = {name.split(",")[0] for name in WHOLE} | {"fused"}  # that one: tests/kernels
+    assert said == dict.fromkeys(whole, "yes") | dict.fromkeys([*BROKEN, "offloaded"], "no")
+    assert set(said) == {*BACKENDS, "auto"}
 
 
 def test_a_copy_of_the_file_has_operators_of_its_own(tmp_path, monkeypatch):
