@@ -83,8 +83,10 @@ def load(
         device: of the model.
 
     Raises:
-        ValueError: something is missing or damaged, or a model of transformers is to be offloaded.
+        ValueError: something is missing or damaged, a model of transformers is to be offloaded, or PyTorch cannot use
+            the device.
     """
+    _check_device(device)
     if (folder / "config.json").is_file() and not (folder / "step.json").is_file():
         if offload is not None:
             raise ValueError(f"experts are offloaded from our own files: moe-guide convert {folder} DST --to guide")
@@ -97,6 +99,13 @@ def load(
         raise ValueError(f"{home / 'tokenizer.json'} is missing: a model is read with its own tokenizer")
     tokenizer = Tokenizer.from_file(str(home / "tokenizer.json"))
     return Loaded(model, tokenizer, _end_tokens(home))
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.zeros(1, device=device).item()  # the meta device holds no data, others may not be there
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={str(device)!r} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
 
 
 def _end_tokens(home: Path) -> frozenset[int]:

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
-from guide_code.conversion.reader import read_json
+from guide_code.conversion.folders import open_hf
+from guide_code.conversion.registry import read_config
 from guide_code.convert import load_hf
 
 
@@ -44,8 +45,8 @@ def verify(
     Raises:
         ValueError: the checkpoint cannot be loaded, or transformers is not installed.
     """
-    hf_config = read_json(Path(folder) / "config.json")
-    vocab_size = hf_config.get("text_config", hf_config)["vocab_size"]
+    _, hf_config, _ = open_hf(Path(folder), dtype)  # says what is wrong with the files before transformers opens them
+    vocab_size = read_config(hf_config).vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
     theirs = _reference(folder, hf_config, dtype)

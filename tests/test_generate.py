@@ -140,6 +140,8 @@ def test_command_prints_every_piece_once(run, monkeypatch, pieces):
         (["--prompt", ""], "the prompt is empty"),
         (["--top-p", "0", "--tokens", "5"], "top_p=0.0 in (0, 1]"),
         (["--stop", "naïve text"], "the tokenizer has no token 'naïve text'"),
+        (["--device", "moon"], "device='moon' cannot be used"),
+        (["--device", "meta"], "device='meta' cannot be used"),
     ],
 )
 def test_command_says_what_is_wrong(run, arguments, words):

@@ -62,8 +62,18 @@ def test_nan_is_not_the_same(folder):
     assert CliRunner().invoke(app, [str(folder)]).exit_code == 1
 
 
+def test_a_truncated_file_is_named_before_transformers_opens_it(folder):
+    path = folder / SINGLE
+    path.write_bytes(path.read_bytes()[:-8])
+    result = CliRunner().invoke(app, [str(folder)])
+    assert result.exit_code == 1 and "error:" in result.output
+    assert f"{SINGLE} is truncated or damaged" in result.output.replace("\n", "")
+
+
 def test_errors_are_one_line(tmp_path):
     result = CliRunner().invoke(app, [str(tmp_path)])
     assert result.exit_code == 1 and "config.json is missing or damaged" in result.output
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
-    assert CliRunner().invoke(app, [str(tmp_path)]).exit_code == 1
+    for config in ({"vocab_size": 3}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = CliRunner().invoke(app, [str(tmp_path)])
+        assert result.exit_code == 1 and "error:" in result.output

@@ -28,7 +28,7 @@ def metas(plan, ours):
 
 
 def test_two_experts_by_hand_from_single_matrices_to_a_stack_and_back():
-    """0..11 and 100..111: gate rows above up rows inside each expert."""
+    """known_failures C-03. 0..11 and 100..111: gate rows above up rows inside each expert."""
     per_expert = {}
     for e in range(2):
         per_expert[f"layers.1.experts.{e}.gate"] = torch.arange(6).view(2, 3) + 100 * e

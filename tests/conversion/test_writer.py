@@ -42,7 +42,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path):
 
 
 def test_views_are_written_as_what_they_show(tmp_path):
-    """A transpose, a slice of a stack and an expanded row: each becomes a tensor of its own."""
+    """known_failures C-03. A transpose, a slice of a stack, an expanded row: each becomes a tensor of its own."""
     stack = torch.arange(24.0).view(2, 3, 4)
     tensors = {"transposed": stack[1].T, "slice": stack[0], "again": stack[0], "expanded": stack[0, :1].expand(5, 4)}
     write_tensors(tmp_path / SINGLE, entries(tensors), lambda count: None)
@@ -59,6 +59,7 @@ def test_files_are_filled_up_to_the_limit_in_order():
 
 
 def test_the_index_names_every_tensor_and_all_bytes(tmp_path):
+    """known_failures C-03: total_size is the sum of bytes."""
     tensors = {f"t{i}": torch.randn(5, 3).to(DTYPES[i]) for i in range(4)}
     write_checkpoint(tmp_path, entries(tensors), max_bytes=60)
     index = json.loads((tmp_path / INDEX).read_text())
