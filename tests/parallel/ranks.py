@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks, each a spawned process of one thread, and never wait for ever."""
+"""Run a function on several gloo ranks, each a process of one thread, and never wait for ever.
+
+Processes are forked from a server that has imported torch and done nothing else: seconds less for each.
+"""
 
 import os
 import sys
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint"]
 GRACE = 3.0
 """Seconds that the other ranks get to report their own errors after a first one fails."""
 
@@ -30,13 +34,14 @@ def run_on_ranks(ranks: int, function: Callable, *args, time_limit: float = 60.0
         RuntimeError: a rank failed, died or did not finish; the message holds the report of each.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn")
+        context.set_forkserver_preload(PRELOADED)  # nothing to do for "spawn"
         processes = [
             context.Process(target=_rank_main, args=(rank, ranks, folder, time_limit / 2, function, args), daemon=True)
             for rank in range(ranks)
         ]
         before = os.environ.copy()
-        os.environ["OMP_NUM_THREADS"] = "1"  # read by the new processes when they load torch
+        os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it loads torch
         try:
             for process in processes:
                 process.start()
