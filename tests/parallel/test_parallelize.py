@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-QUICK = ["ep 2 x edp 2, zero 1", "ep 4, float64, global"]
+QUICK = ["dp 4, zero 3", "ep 2 x edp 2, zero 1", "ep 4, dropping", "ep 4, float64, global"]
 """Run by ``make test``; ``make test-full`` runs the others."""
 
 
