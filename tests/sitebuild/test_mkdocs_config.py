@@ -72,6 +72,7 @@ def test_the_sections_are_those_of_the_design(config):
     assert [next(iter(entry)) for entry in config.nav] == [
         "Home",
         "Learn",
+        "Parallelism",
         "Solutions",
         "Tutorials",
         "Tools",
