@@ -66,6 +66,12 @@ def mesh(context: typer.Context) -> None:
     _call(context, "parallel.mesh_cli")
 
 
+@app.command(context_settings=_FORWARD, add_help_option=False)
+def plan(context: typer.Context) -> None:
+    """Plan a run: memory, traffic and time per rank, and which layouts fit."""
+    _call(context, "planner.cli")
+
+
 def _call(context: typer.Context, module: str | None = None) -> None:
     """Hand the arguments to the entry point, whose own options and help apply."""
     entry = importlib.import_module(f"guide_code.{module or context.info_name}")

@@ -61,6 +61,7 @@ ORDER = [
     "presets",
     "build",
     "models",
+    "planner",
     "conventions",
     "corpus",
     "checkpoint",

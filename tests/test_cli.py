@@ -31,6 +31,7 @@ def test_help_lists_the_commands_without_importing_torch():
         ("images", "publish"),
         ("convert", "--to"),
         ("verify", "--tolerance"),
+        ("plan", "--suggest"),
     ],
 )
 def test_commands_have_their_own_help(command, option, monkeypatch):
