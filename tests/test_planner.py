@@ -22,7 +22,13 @@ from guide_code.planner.suggest import suggest
 from guide_code.planner.traffic import neighbours
 from guide_code.presets import preset
 
-MOE = {"hidden_size": 32, "moe_intermediate_size": 40, "num_experts": 8, "top_k": 2, "backend": "grouped"}
+MOE: dict[str, Any] = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 40,
+    "num_experts": 8,
+    "top_k": 2,
+    "backend": "grouped",
+}
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_size": 16,
     "max_length": 64, "num_layers": 4, "moe": MoEConfig(**MOE, num_shared_experts=1), "first_k_dense": 1,
@@ -71,7 +77,7 @@ def test_ranks_together_hold_everything_once_or_as_often_as_the_stage_says(layou
     assert flops == pytest.approx(3 * 64 * 64 * per_token)
 
 
-VARIANTS = {
+VARIANTS: dict[str, Any] = {
     "dense": {"moe": None, "first_k_dense": 0}, "qk": {"qk_norm": "head"}, "full": {"qk_norm": "full"}, "shared": {},
     "gate": {"moe": MoEConfig(**MOE, num_shared_experts=1, shared_gate=True)},
     "plain": {"moe": MoEConfig(**MOE, gated=False, activation="gelu")},
@@ -132,7 +138,7 @@ def test_neighbours_are_those_of_the_mesh(layout):
 def test_all_to_all_traffic_is_the_formula_of_the_module():
     sizes, config = (
         ParallelSizes(dp=16, ep=16),
-        replace(ModelConfig(**SHAPE), moe=MoEConfig(**MOE | {"num_experts": 16})),
+        replace(ModelConfig(**SHAPE), moe=MoEConfig(**{**MOE, "num_experts": 16})),
     )
     sent = make_plan(config, sizes, JOB, MACHINE).stages[0].traffic["ep"]
     once = all_to_all_bytes(128, 128, 32, 16, element_size=2)

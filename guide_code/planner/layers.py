@@ -1,13 +1,14 @@
 """What every layer of a model costs: parameters, operations, and bytes that wait for the backward.
 
 Parameters are counted on the model itself, built without memory. Bytes are those of the tensors that autograd keeps
-for ``guide_code``'s own modules (a test compares); Korthikanti et al. 2022 (arXiv:2205.05198), section 4, make such a
+for ``guide_code``'s own modules (a test compares, except for latent attention and sinks); Korthikanti et al. 2022 (arXiv:2205.05198), section 4, make such a
 list for a dense GPT layer, and section 5 the one for full recomputation: the input of every layer, and one layer.
 
 e bytes of a number, D hidden size, I intermediate size, E experts, K choices per token, H heads, U key-value heads, A
 head size, V vocabulary.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,8 @@ class Layer:
     """Channels of keys and values, which go round along cp."""
 
 
-def layers_of(config: ModelConfig, sequence: int, element_size: int = 2) -> tuple[Layer, list[Layer], Layer]:
+@functools.lru_cache(maxsize=16)  # a search asks for the same model hundreds of times
+def layers_of(config: ModelConfig, sequence: int, element_size: int = 2) -> tuple[Layer, tuple[Layer, ...], Layer]:
     """The embedding, the blocks, and the norm with the head.
 
     Args:
@@ -62,7 +64,7 @@ def layers_of(config: ModelConfig, sequence: int, element_size: int = 2) -> tupl
     width, e = config.hidden_size, element_size
     table = model.embedding.get_parameter("weight").numel()
     embedding = Layer(table, 0, 0, 0, 0, 8 + 8 * config.rotary_width, 0, 0, sums=1)
-    blocks = [_block(block, config, sequence, e) for block in model.blocks]
+    blocks = tuple(_block(block, config, sequence, e) for block in model.blocks)
     norm = sum(p.numel() for p in model.norm.parameters())
     head = 0 if config.tie_embeddings else sum(p.numel() for p in model.head.parameters())
     flops = 2 * width * config.vocab_size

@@ -2,9 +2,11 @@
 
 Dense parameters, gradients and optimizer state are sharded over dp x cp, those of experts over edp, by ZeRO's stages;
 tp divides tokens outside matrices as well (sequence parallelism, arXiv:2205.05198). Shards count as equal, loads of
-experts as even.
+experts as even. Under ZeRO 1 and 2 parameters are gathered once a step, as in the paper; FSDP2 gathers them for every
+micro-batch.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 from guide_code.config import ModelConfig
@@ -124,7 +126,7 @@ def make_plan(config: ModelConfig, sizes: ParallelSizes, job: Job, hardware: Har
     micro_batches = _check(config, sizes, job)
     first, blocks, last = layers_of(config, job.sequence, E)
     per_rank = SCHEDULES[job.schedule] if sizes.pp > 1 else 1
-    bounds = cut_layers([b.flops + b.expert_flops for b in blocks], sizes.pp * per_rank)
+    bounds = _cut(tuple(b.flops + b.expert_flops for b in blocks), sizes.pp * per_rank)
     stages = []
     for rank in range(sizes.pp):
         held = [blocks[n] for part in range(per_rank) for n in range(*bounds[rank + part * sizes.pp])]
@@ -141,6 +143,9 @@ def make_plan(config: ModelConfig, sizes: ParallelSizes, job: Job, hardware: Har
     return Plan(
         sizes, job, micro_batches, stages, bubble, seconds, job.batch * job.sequence / seconds, misfits
     )  # fmt: skip
+
+
+_cut = functools.lru_cache(maxsize=64)(cut_layers)  # a search cuts the same model into as many stages again and again
 
 
 def pipeline_bubble(schedule: str, stages: int, micro_batches: int) -> float:
