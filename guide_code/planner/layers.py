@@ -1,8 +1,9 @@
 """What every layer of a model costs: parameters, operations, and bytes that wait for the backward.
 
 Parameters are counted on the model itself, built without memory. Bytes are those of the tensors that autograd keeps
-for ``guide_code``'s own modules (a test compares, except for latent attention and sinks); Korthikanti et al. 2022 (arXiv:2205.05198), section 4, make such a
-list for a dense GPT layer, and section 5 the one for full recomputation: the input of every layer, and one layer.
+for ``guide_code``'s own modules (a test compares, except for latent attention and sinks). Korthikanti et al. 2022
+(arXiv:2205.05198), section 4, make such a list for a dense GPT layer, and section 5 the one for full recomputation:
+the input of every layer, and one layer.
 
 e bytes of a number, D hidden size, I intermediate size, E experts, K choices per token, H heads, U key-value heads, A
 head size, V vocabulary.
