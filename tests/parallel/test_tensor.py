@@ -60,11 +60,11 @@ def whole(value):
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def train(model):
+def train(model, steps=STEPS):
     """Losses, gradients, norms, logits, balancing and counts of some steps of SGD."""
     found = {"loss": [], "norm": [], "balancing": [], "bias": []}
     optimizer, layers = torch.optim.SGD(model.parameters(), lr=0.3), moe_layers(model)
-    for step in range(STEPS):
+    for step in range(steps):
         tokens, mask = batch(step)
         logits = model(tokens[:, :-1], mask_BS=mask).logits
         loss = F.cross_entropy(logits[mask], tokens[:, 1:][mask])
